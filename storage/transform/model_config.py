@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.formatting import count, some
 from ..format.documents import Documents, edited
+from ..rules.growing import GrownRows
+from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced
 from . import layer_entries
-from .tokenizer import ids_of
+from .tokenizer import ids_of, renumbered
 
 TABLES = (
     "embed_tokens.weight",
@@ -75,10 +79,50 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
         config, notes = following(documents.raw("config.json"), before, after)
     except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
         return documents
-    rows = token_rows(after)
-    if 0 < rows < token_rows(before) and (cut := [t for t, i in ids_of(documents).items() if i >= rows]):
+    ids, rows = ids_of(documents), token_rows(after)
+    if 0 < rows < token_rows(before) and (cut := [t for t, i in ids.items() if i >= rows]):
         notes.append(f"tokenizer.json: has {count(len(cut), 'token')} beyond the {rows} rows here: {some(cut, 3)}")
-    return documents.edited("config.json", lambda _: config, notes)
+    made = {"config.json": config}
+    if (moved := _moved(before, after)) is not None:
+        if turned := [t for t, i in ids.items() if i < rows and moved.get(i) != i]:
+            notes.append(f"tokenizer.json: {count(len(turned), 'token')} have other rows here: {some(turned, 3)}")
+        names = {i: t for t, i in ids.items()}
+        was = {names.get(i, f"id {i}"): i for i in range(token_rows(before))}
+        now = {t: moved[i] for t, i in was.items() if i in moved}
+        for name in [n for n in ("config.json", "generation_config.json") if n in documents]:
+            made[name], told = renumbered(name, made.get(name) or documents.raw(name), was, now)
+            notes += told
+    for name, data in made.items():
+        documents = documents.edited(name, lambda _, data=data: data, notes)
+        notes = []
+    return documents
+
+
+def _moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, int] | None:
+    """The rows of now by those of before, in embeddings that lost some or have another order; None in others."""
+    tables = {id(t) for n, t in before.items() if is_embedding(n)}
+    found = [_origin_rows(t, tables) for n, t in after.items() if is_embedding(n)]
+    if not found or any(rows is None or not np.array_equal(rows, found[0]) for rows in found):
+        return None
+    moved = {int(old): new for new, old in reversed(list(enumerate(found[0]))) if old >= 0}  # type: ignore[arg-type]
+    return moved if any(moved.get(i) != i for i in range(token_rows(before))) else None
+
+
+def _origin_rows(tensor: Any, tables: Container[int]) -> np.ndarray | None:
+    """The row of a table that each row of a tensor is, -1 for new ones; None where that is not known."""
+    if id(tensor) in tables:
+        return np.arange(tensor.shape[0])
+    if isinstance(tensor, (Filled, GrownRows)):
+        return np.full(tensor.shape[0], -1)
+    if isinstance(tensor, Joined):
+        parts = [_origin_rows(p, tables) for p in tensor.parts]
+        if any(p is None for p in parts):
+            return None
+        return np.concatenate(parts) if tensor.axis == 0 else parts[0]  # type: ignore[arg-type]
+    rows = _origin_rows(tensor.source, tables) if isinstance(tensor, (Sliced, Converted)) else None
+    if rows is None or isinstance(tensor, Converted):
+        return rows
+    return rows[tensor.start[0] : tensor.start[0] + tensor.shape[0]]
 
 
 def following(

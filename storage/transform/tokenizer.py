@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError
+from ...arrays.core.formatting import some
 from ..format.documents import edited
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
@@ -19,8 +20,22 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab", "spiece.model", "s
 """Beginnings of the names of those that hold its tokens."""
 TEMPLATE = "chat_template"
 _OLDER = ("added_tokens.json", "vocab", "merges", "tokenizer.model", "spiece.model", "sentencepiece")
-_IDS = re.compile(r"_token_(id|index)(s|es)?$|suppress_tokens$|^bad_words_ids$")
+_IDS = re.compile(
+    r"_token_(id|index)(s|es)?$|suppress_tokens$|^(bad|force)_words_ids$|^(sequence_bias|forced_decoder_ids)$"
+    r"|^(bos|eos|pad|unk|mask)_index$|^newline_id$|^(im|image|slice|audio_stream)_(start|end|patch|newline|bos|eos)_id$"
+    r"|^(lang|task|text_decoder_lang)_to_(code_)?id$|^vocabulary_map$"
+)
 """Entries of configurations that name tokens."""
+_SEQUENCES = ("bad_words_ids", "force_words_ids")
+_MAY_LACK = re.compile(
+    r"^(pad|bos|eos|sep|cls|mask|unk|decoder_start|forced_[be]os)_token_id$|suppress_tokens$|^(bad|force)_words_ids$"
+    r"|^(sequence_bias|forced_decoder_ids|vocabulary_map)$|_to_(code_)?id$"
+)
+"""Those that transformers takes without some token; for others its classes have a default, which is another token."""
+_ELSEWHERE = re.compile(
+    r"(t2u|codec|codebook|tts_codec|vocoder)_|(vision|audio|speech|depth_decoder|code2wav|token2wav)_config$"
+)
+"""Those about other vocabularies, such as units of sound."""
 _RULES = ("normalizer", "pre_tokenizer")  # members that say which pieces a text may have
 
 
@@ -167,25 +182,65 @@ def renumbered(
     file: str, config: bytes, before: Mapping[str, int], after: Mapping[str, int]
 ) -> tuple[bytes, list[str]]:
     """(a configuration whose ids are those of the same tokens in another tokenizer, notes)."""
-    named, notes = {i: t for t, i in before.items()}, list[str]()
-    taken = {i: t for t, i in after.items()}
+    named, taken = ({i: t for t, i in ids.items()} for ids in (before, after))
+    gone: dict[str, dict[str, None]] = {}  # tokens that are not there any more, by the entries that go without them
+    notes: list[str] = []
 
-    def id_of(key: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [id_of(key, x) for x in value]
-        if type(value) is not int or value < 0:
+    def new(key: str, value: Any) -> Any:
+        """The id of now; None where there is none any more."""
+        token = named.get(value) if type(value) is int else None
+        if token is None:
+            if type(value) is int and value in taken:
+                notes.append(f"{file}: {key} is still {value}, which was no token and is {taken[value]!r} now")
             return value
-        token = named.get(value)
-        if token is None and value in taken:
-            notes.append(f"{file}: {key} is still {value}, which was no token and is {taken[value]!r} now")
-        elif token is not None and token not in after:
+        if token not in after and _MAY_LACK.search(key):
+            gone.setdefault(key, {})[token] = None
+        elif token not in after:
             notes.append(f"{file}: {key} is still {value}, which was {token!r}, a token that is not there any more")
-        return after.get(token, value) if token is not None else value
+            return value
+        return after.get(token)
+
+    def every(key: str, ids: Iterable[Any]) -> list[Any]:
+        """The ids of now of a sequence; nothing where one is gone, as the sequence never comes then."""
+        found = [new(key, i) for i in ids]
+        return [] if None in found else found
+
+    def listed(key: str, value: Any) -> Any:
+        if not isinstance(value, list):
+            return new(key, value)
+        if key == "forced_decoder_ids":  # (position, id or None)
+            rows = [[at, i if i is None else new(key, i)] for at, i in value]
+            return [row for row, (_, i) in zip(rows, value, strict=True) if i is None or row[1] is not None]
+        if key == "sequence_bias":  # (ids, bias)
+            return [[ids, bias] for held, bias in value if (ids := every(key, held))]
+        if key in _SEQUENCES and value and not isinstance(value[0], list):
+            return every(key, value)
+        return [x for held in value if (x := listed(key, held)) not in (None, [])]
+
+    def follows(key: str, value: Any) -> Any:
+        if key == "sequence_bias" and isinstance(value, dict):  # by tuples of ids, which are texts in JSON
+            held = {str(tuple(every(key, map(int, re.findall(r"\d+", ids))))): bias for ids, bias in value.items()}
+            found: Any = {ids: bias for ids, bias in held.items() if ids != "()"}
+        elif isinstance(value, dict):
+            found = {name: i for name, held in value.items() if (i := new(key, held)) is not None}
+        else:
+            found = listed(key, value)
+        return None if value and found in ([], {}) else found  # transformers refuses empty ones
 
     def of(node: dict[str, Any]) -> dict[str, Any]:
-        return {k: id_of(k, v) if _IDS.search(k) else of(v) if isinstance(v, dict) else v for k, v in node.items()}
+        out = {}
+        for k, v in node.items():
+            try:
+                ids = _IDS.search(k) and not _ELSEWHERE.match(k)
+                out[k] = follows(k, v) if ids else of(v) if isinstance(v, dict) and not _ELSEWHERE.match(k) else v
+            except (TypeError, ValueError):
+                notes.append(f"{file}: {k} is still {v!r:.60}, which transformers could not read before")
+                out[k] = v
+        return out
 
-    return edited(config, of), notes
+    out = edited(config, of)
+    told = (f"{file}: {key} is without {some(map(repr, lost), 3)}, no tokens any more" for key, lost in gone.items())
+    return out, [*dict.fromkeys(notes), *told]
 
 
 def _added(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
