@@ -79,11 +79,14 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
         config, notes = following(documents.raw("config.json"), before, after)
     except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
         return documents
-    ids, rows = ids_of(documents), token_rows(after)
+    (ids, needed), rows, moved = ids_of(documents), token_rows(after), _moved(before, after)
+    lost = [t for t, i in ids.items() if (i >= rows if moved is None else i not in moved)]
     if 0 < rows < token_rows(before) and (cut := [t for t, i in ids.items() if i >= rows]):
         notes.append(f"tokenizer.json: has {count(len(cut), 'token')} beyond the {rows} rows here: {some(cut, 3)}")
+    if 0 < rows < token_rows(before) or moved is not None:
+        notes += (f"tokenizer.json: {t!r}, {why}, has no row here" for t, why in needed.items() if t in lost)
     made = {"config.json": config}
-    if (moved := _moved(before, after)) is not None:
+    if moved is not None:
         if turned := [t for t, i in ids.items() if i < rows and moved.get(i) != i]:
             notes.append(f"tokenizer.json: {count(len(turned), 'token')} have other rows here: {some(turned, 3)}")
         names = {i: t for t, i in ids.items()}

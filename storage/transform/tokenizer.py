@@ -11,6 +11,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import some
+from ..base.malformed import malformed
 from ..format.documents import edited
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
@@ -48,6 +49,7 @@ class Tokenizer:
     tokens: dict[str, int]
     added: dict[str, dict[str, Any]]
     beyond: frozenset[str]
+    needed: dict[Any, str]  # those that it makes of texts whatever these say, and why; a number is of no piece
 
     @classmethod
     def of(cls, said: Mapping[str, Any], size: int) -> Tokenizer:
@@ -59,7 +61,7 @@ class Tokenizer:
             end = max(end, tokens.setdefault(t, max(len(vocab), end)) + 1)
         kept = {t: i for t, i in sorted(tokens.items(), key=lambda item: item[1]) if i < size}
         how = {t: {k: a[k] for k in PLAIN if k in a} for t, a in added.items() if t in kept}
-        return cls(said, kept, how, frozenset(tokens.keys() - kept.keys()))
+        return cls(said, kept, how, frozenset(tokens.keys() - kept.keys()), _needed(said))
 
     @property
     def kind(self) -> str:
@@ -112,13 +114,6 @@ class Tokenizer:
         out = dict(files)
         told = json.loads(out["tokenizer.json"])
         model = told["model"]
-        pieces, at = model.get("vocab"), model.get("unk_id")
-        if (
-            isinstance(pieces, list)
-            and type(at) is int
-            and (at not in range(len(pieces)) or pieces[at][0] in self.beyond)
-        ):
-            raise CheckpointError(f"tokenizer.json: piece {at}, that of what is unknown, has no row")
         ordered = sorted(tokens.items(), key=lambda item: item[1])
         if len(tokens) > len(self.tokens) + len(added):
             # Tokens that were added are in the vocabulary too, so that libraries do not number them anew.
@@ -129,6 +124,10 @@ class Tokenizer:
             vocab = model["vocab"]
             kept = [row for row in vocab if row[0] not in self.beyond] if isinstance(vocab, list) else None
             model["vocab"] = kept or {t: i for t, i in vocab.items() if t not in self.beyond}
+        for token, why in self.needed.items():
+            again = token == model.get("unk_token") and isinstance(model["vocab"], dict) and token in model["vocab"]
+            if isinstance(token, int) or (token in self.beyond and not again):
+                raise CheckpointError(f"tokenizer.json: {token!r}, {why}, has no row")
         if self.beyond and "merges" in model:
             model["merges"] = [m for m in model["merges"] if not self.beyond.intersection(_made_of(m))]
         more = [{"id": tokens[t], "content": t, **how} for t, how in added.items()]
@@ -170,12 +169,28 @@ def _vocab_of(said: Any) -> Any:
     return vocab
 
 
-def ids_of(documents: Mapping[str, Any]) -> dict[str, int]:
-    """The tokens of a model by its ``tokenizer.json``; none where it has no such document, or a damaged one."""
+def _needed(said: Mapping[str, Any]) -> dict[Any, str]:
+    model, processor = said["model"], said.get("post_processor") or {}
+    vocab, at, unknown = model.get("vocab"), model.get("unk_id"), model.get("unk_token")
+    if isinstance(vocab, list) and type(at) is int:
+        unknown = vocab[at][0] if at in range(len(vocab)) else at
+    put: list[str] = []
+    with malformed("tokenizer.json is no tokenizer: its post_processor is damaged", error=CheckpointError):
+        for each in processor.get("processors") or [processor]:
+            put += (t for s in (each.get("special_tokens") or {}).values() for t in s["tokens"])
+            put += (each[key][0] for key in ("sep", "cls") if each.get(key))
+        needed = dict.fromkeys(put, "which it puts into texts")
+        return needed if unknown is None else needed | {unknown: "that of what is unknown"}
+
+
+def ids_of(documents: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+    """(the tokens of a model by its ``tokenizer.json``, those that it always needs, and why); none where it has no such
+    document, or a damaged one."""
     try:
-        return Tokenizer.of(documents["tokenizer.json"], sys.maxsize).tokens if "tokenizer.json" in documents else {}
+        made = Tokenizer.of(documents["tokenizer.json"], sys.maxsize)
+        return made.tokens, made.needed
     except (CheckpointError, LookupError, TypeError, ValueError, AttributeError):
-        return {}
+        return {}, {}
 
 
 def renumbered(

@@ -336,6 +336,8 @@ MALFORMED: dict[str, Any] = {
     "an added token without an id": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": None, "content": "<s>"}]},
     "an added token without a text": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]},
     "no object": [1],
+    "a damaged processor": {"model": {"vocab": {"a": 0}}, "post_processor": {"sep": 5}},
+    "a token of the unknown that is a list": {"model": {"vocab": {"a": 0}, "unk_token": ["a"]}},
 }
 
 
@@ -343,3 +345,59 @@ MALFORMED: dict[str, Any] = {
 def test_what_is_no_tokenizer_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is no tokenizer"):
         Tokenizer.of(MALFORMED[name], 10)
+
+
+def _put_last(where: Path, kind: str, token: str = "<unk>") -> tuple[str, int]:
+    """(a model whose token for what is unknown has the last id, its rows)."""
+    words = list(dict.fromkeys(" ".join(TEXTS[where.name]).split()))
+    where.mkdir()
+    if kind == "Unigram":
+        made = tokenizers.models.Unigram([(w, -1.0) for w in words] + [(token, 0.0)], unk_id=len(words))
+    elif kind == "BPE":
+        made = tokenizers.models.BPE({w: i for i, w in enumerate([*words, token])}, [], unk_token=token)
+    else:
+        made = getattr(tokenizers.models, kind)({w: i for i, w in enumerate([*words, token])}, unk_token=token)
+    tokenizers.Tokenizer(made).save(str(where / "tokenizer.json"))
+    table = np.arange(2.0 * len(words) + 2).reshape(-1, 2)
+    save_safetensors(where / "model.safetensors", {"model.embed_tokens.weight": table})
+    (where / "config.json").write_text(json.dumps({"vocab_size": len(table)}))
+    return str(where), len(table)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_the_unknown_without_a_row_is_told_before_a_text_is_encoded(tmp_path: Path, kind: str) -> None:
+    (a, n), (b, second) = _put_last(tmp_path / "A", kind), model(tmp_path / "B", kind)
+    short = virtual.rows(a, {"*": (0, n - 1)})
+    assert any("'<unk>', that of what is unknown, has no row here" in t for t in merge(short, tmp_path / "m").notes)
+    moved = f"{{e}} -> $a, slice(axis=0, start={n - 1}, stop={n})\n{{e}} -> $b, slice(axis=0, start=0, stop={n - 2})"
+    moved = f"{moved}\n$a, $b -> {{e}}, concat(axis=0)".replace("{e}", "model.embed_tokens.weight")
+    assert not any("unknown" in t for t in merge(a, tmp_path / "turned", rules=moved).notes)
+    for source in ("base", "union"):
+        if source == "union" and kind in ("WordLevel", "WordPiece"):  # that of the other one joins the vocabulary
+            made, rows, _ = joined(str(tmp_path / "m"), b, tmp_path / "out", tokenizer_source=source)
+            assert made.encode("zebra").ids == [made.token_to_id("<unk>")]
+            assert rows[made.token_to_id("<unk>")].tolist() == [1, second.token_to_id("<unk>")]
+            continue
+        with pytest.raises(CheckpointError, match="'<unk>', that of what is unknown, has no row"):
+            joined(str(tmp_path / "m"), b, tmp_path / "out", tokenizer_source=source)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["TemplateProcessing", "BertProcessing", "Sequence"])
+def test_tokens_put_into_every_text_have_rows(tmp_path: Path, kind: str) -> None:
+    (a, n), (b, _) = _put_last(tmp_path / "A", "WordLevel", "<s>"), model(tmp_path / "B", "WordLevel")
+    made = tokenizers.Tokenizer.from_file(f"{a}/tokenizer.json")
+    with_first = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", n - 1)])
+    made.post_processor = {
+        "TemplateProcessing": with_first,
+        "BertProcessing": tokenizers.processors.BertProcessing(("the", 0), ("<s>", n - 1)),
+        "Sequence": tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), with_first]),
+    }[kind]
+    made.model.unk_token = "the"
+    made.save(f"{a}/tokenizer.json")
+    assert n - 1 in made.encode("the").ids
+    joined(a, b, tmp_path / "whole")
+    short = merge(virtual.rows(a, {"*": (0, n - 1)}), tmp_path / "m")
+    assert "tokenizer.json: '<s>', which it puts into texts, has no row here" in short.notes
+    with pytest.raises(CheckpointError, match="'<s>', which it puts into texts, has no row"):
+        joined(short.path, b, tmp_path / "out")
