@@ -203,17 +203,18 @@ def _origins(tensor: Any, known: Mapping[int, str]) -> set[str]:
 def _layers(
     inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], order: Order | None
 ) -> list[str]:
-    count, stacks = _count(inner), _stacks(before)
-    if count is None or not stacks:
+    key, n_layers, stacks = _count(inner), layer_entries.count(inner), _stacks(before)
+    said = f"{key} {n_layers}" if key else f"{n_layers} layers"
+    if not n_layers or not stacks:
         told = [k for k in inner if inner[k] and layer_entries.is_about_layers(k, inner)]
         changed = told and _stacks(after) != stacks
         return [f"config.json: see whether {told[0]!r} is right, which speaks of layers"] if changed else []
-    fits = [s for s, numbers in stacks.items() if numbers == set(range(inner[count]))]
+    fits = [s for s, numbers in stacks.items() if numbers == set(range(n_layers))]
     plain = ([s for s in fits if not _ELSE.search(s)] or fits) if not inner.get("is_encoder_decoder") else []
     now = _stacks(after)
     if order is None and len(plain) != 1:
         same = sorted(map(sorted, now.values())) == sorted(map(sorted, stacks.values()))
-        return [] if same else [f"config.json: see whether its numbers of layers ({count} {inner[count]}) are right"]
+        return [] if same else [f"config.json: see whether its numbers of layers ({said}) are right"]
     made: dict[int, set[int]] = {j: set() for numbers in now.values() for j in numbers}
     towers = [s for s in sorted(now.keys() & stacks.keys()) if order is None and s != plain[0] and now[s] != stacks[s]]
     notes = [f"config.json: see whether it says how many layers there are of {s!r}, which were more" for s in towers]
@@ -229,16 +230,18 @@ def _layers(
             return notes
     if sorted(made) != list(range(len(made))) or not made:
         left = f"layers {some(sorted(made), 6)}, which key rules may number 0, 1, …" if made else "no layers"
-        return [*notes, f"config.json: still says {count} {inner[count]}, and there are {left}"]
+        return [*notes, f"config.json: still says {said}, and there are {left}"]
     if order is None and all(len(numbers) == 1 for numbers in made.values()):
         order = [(dict(inner), next(iter(made[j]))) for j in range(len(made))]
-        if [i for _, i in order] == list(range(inner[count])):
+        if [i for _, i in order] == list(range(n_layers)):
             return notes
+    each = [n for n in after if "per_layer" in n and not LAYER.search(n)]
+    notes += [f"config.json: other layers than before, and {n!r} has a part for each of those" for n in each[:1]]
     if order is not None:
         notes += layer_entries.renumber(inner, [order[j] for j in range(len(made))])
-    elif len(made) != inner[count]:
+    elif len(made) != n_layers:
         notes += ["config.json: layers are made of several others, and entries about each layer are as they were"]
-    inner |= dict.fromkeys([k for k in layer_entries.COUNTS if inner.get(k) == inner[count]], len(made))
+    inner |= dict.fromkeys([k for k in layer_entries.COUNTS if inner.get(k) == n_layers], len(made))
     return notes
 
 

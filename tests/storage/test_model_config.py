@@ -150,10 +150,11 @@ def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Pat
     [
         ({"swa_layers": [0, 2]}, "'swa_layers' speaks of layers"),
         ({"attention": {"global_attn_idx": [0, 3]}}, "'attention' speaks of layers"),
-        ({"layer_scales": {"0": 1.0, "3": 2.0}}, "'layer_scales' speaks of layers"),
         ({"model_type": "gemma2"}, "the class of 'gemma2' chooses"),
         ({"num_kv_shared_layers": 2}, "'num_kv_shared_layers' speaks of layers"),
-        ({"num_hidden_layers": None, "layers_block_type": list("mama")}, "'layers_block_type' is right"),
+        ({"model_type": "vaultgemma"}, "the class of 'vaultgemma' chooses"),
+        ({"model_type": "gemma4_text", "layer_types": ["full_attention"] * 3 + ["x"]}, "'full_attention' in the last"),
+        ({"num_hidden_layers": None, "block_types": list("mama")}, "'block_types' is right"),
     ],
 )
 def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entries: Any, said: str) -> None:
@@ -220,3 +221,38 @@ def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
     ):
         notes = merge(source, tmp_path / str(n), **options).notes
         assert [w in note for w, note in zip(wanted, notes, strict=True)] == [True] * len(wanted), notes
+
+
+def test_entries_by_the_numbers_of_layers_follow(tmp_path: Path) -> None:
+    """Members by number, lists that are longer than the model, layers that no entry counts, and those that share."""
+    said = {
+        "num_hidden_layers": None,
+        "layers_block_type": list("mamb"),
+        "no_rope_layers": [1, 1, 0, 1, 1, 1],
+        "per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 4}},
+        "num_kv_shared_layers": 2,
+    }
+    src = made(tmp_path / "m", {k: v for k, v in said.items() if v is not None})
+    cases = {
+        "last": {"drop": "model.layers.3.*"},
+        "two": {"drop": "model.layers.[23].*"},
+        "second": {"rules": WITHOUT_SECOND},
+    }
+    found = {}
+    for name, options in cases.items():
+        notes = merge(src, tmp_path / name, **options).notes
+        assert ["num_kv_shared_layers" in n for n in notes] == [True] * (name == "second")
+        found[name] = json.loads((tmp_path / name / "config.json").read_text())
+    wide = {"head_dim": 8}
+    assert found["last"] == {
+        "layers_block_type": list("mam"),
+        "no_rope_layers": [1, 1, 0],
+        "per_layer_config": {"1": wide},
+        "num_kv_shared_layers": 1,
+    }
+    assert (found["two"]["per_layer_config"], found["two"]["num_kv_shared_layers"]) == ({"1": wide}, 0)
+    assert (found["second"]["layers_block_type"], found["second"]["no_rope_layers"]) == (list("mmb"), [1, 0, 1])
+    assert found["second"]["per_layer_config"] == {"2": {"head_dim": 4}}
+    src = made(tmp_path / "p", {"num_hidden_layers": LAYERS}, **{"model.embed_tokens_per_layer.weight": (10, 4)})
+    (note,) = merge(src, tmp_path / "q", drop="model.layers.3.*").notes
+    assert "'model.embed_tokens_per_layer.weight' has a part for each" in note
