@@ -334,7 +334,9 @@ class Planner:
         kinds = [p.dtype for p in parts.values()]
         sums = all(k.name in dtypes.FLOATS for k in kinds)
         try:
-            copied = self._is_copy(s, name, own, base, t)
+            copied = self.config.method == "passthrough" and all(
+                each["scale"] in (None, 1) for each in self._parameters(s, name, own, base, t)[1].values()
+            )
             cast = sums and is_quantized(kinds[0]) and (self.config.dtype or self.config.out_dtype)
             for m, n in zip(parts, names, strict=True):
                 if n in self.parents[m].scaled and (not copied or cast):
@@ -379,12 +381,6 @@ class Planner:
 
     def _with_base(self, base: ModelRef | None) -> bool:
         return base is not None and METHODS[self.config.method].base != "ignored"
-
-    def _is_copy(self, s: Slice, name: str, names: Sequence[str], base: ModelRef | None, t: float) -> bool:
-        """Whether an array is that of its one source, not a multiple of it."""
-        if self.config.method != "passthrough":
-            return False
-        return all(each["scale"] in (None, 1) for each in self._parameters(s, name, names, base, t)[1].values())
 
     def _parameters(
         self, s: Slice, name: str, names: Sequence[str], base: ModelRef | None, t: float

@@ -105,10 +105,7 @@ class Rule:
         optional: bool = False,
         line: int | None = None,
     ) -> None:
-        names = (
-            tuple(patterns_of(given, f"{side} of a rule are names, in a text each", RuleSyntaxError))
-            for side, given in (("sources", sources), ("targets", targets))
-        )
+        names = [tuple(patterns_of(given, "a rule has names, in a text each")) for given in (sources, targets)]
         values = (*names, steps, optional, line)
         for f, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, f.name, value)

@@ -18,7 +18,7 @@ names the parts 0 to 7.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import ItemsView, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointError, RuleConflict, RuleMatchError, RuleSyntaxError
+from ..base.malformed import malformed
 from ..base.names import patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.manifest import Leaf
@@ -34,6 +35,8 @@ from . import text
 from .lazy_tensors import Filled, InMemoryTensor
 from .match import BoundRules
 from .match import Rule as Rule
+
+_NAMED = "rules are applied to arrays by name, such as {'w': array}"
 
 
 class Rules:
@@ -64,7 +67,7 @@ class Rules:
     """
 
     def __init__(self, rules: str | Rule | Iterable[Rule] | Rules, *, follow: Iterable[str] = ()) -> None:
-        templates = patterns_of(follow, "follow templates are texts, such as opt.m.{}", RuleSyntaxError)
+        templates = patterns_of(follow, "follow templates are texts, such as opt.m.{}")
         if isinstance(rules, str):
             parsed = [text.parse_line(line, i) for i, line in enumerate(rules.split("\n"), 1)]
             templates = [p for p in parsed if isinstance(p, str)] + templates
@@ -145,7 +148,8 @@ class Rules:
         >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
         {'b': array([ 1, 44], dtype=int8)}
         """
-        held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in _named(arrays)}
+        with malformed(_NAMED, error=CheckpointError):
+            held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in arrays.items()}
         return {n: read_box(t)[0] for n, t in BoundRules(self.rules, self.follow, held, {}).outputs().items()}
 
     def inverse(self, source: Mapping[str, Any]) -> Rules:
@@ -165,15 +169,8 @@ class Rules:
         >>> print(Rules("a, b -> c, concat(axis=0), permute()").inverse(arrays))
         c -> a, b, permute(), split(sizes=[4, 2])
         """
-        held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in _named(source, "shape", "dtype")}
+        with malformed(_NAMED, error=CheckpointError):
+            held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in source.items()}
         program = BoundRules(self.rules, self.follow, held, {})
         program.outputs()
         return Rules(program.inverted())
-
-
-def _named(arrays: Mapping[str, Any], *attributes: str) -> ItemsView[str, Any]:
-    """The arrays by name. Raises `CheckpointError` for other things."""
-    fits = isinstance(arrays, Mapping) and all(isinstance(n, str) for n in arrays)
-    if not fits or not all(hasattr(a, k) for a in arrays.values() for k in attributes):
-        raise CheckpointError(f"rules are applied to arrays by name, such as {{'w': array}}, got {arrays!r:.80}")
-    return arrays.items()

@@ -17,12 +17,11 @@ _NUMBERS = re.compile(
 _BELOW = frozenset(["max_window_layers", "first_k_dense_replace", "num_dense_layers"])  # the layers before this one
 _MENTIONS = re.compile(r"layer|block|attn|attention|idx|indic")  # names of entries that may list layers
 _BY_CLASS = re.compile(
-    r"\w*gemma\d|\w+gemma|gpt_oss|olmo(3|_hybrid)|cohere2|cohere_compass|exaone(4|_moe)|smollm3|llama4|minimax(?!_m2)"
+    r"gemma\d|(t5|vault|embedding_|diffusion_)gemma|gpt_oss|olmo(3|_hybrid)|cohere2|cohere_compass|exaone(4|_moe)|smollm3|llama4|minimax(?!_m2)"
     r"|qwen(3_5|3_next|4)|lfm3|granite(moe)?_swa|mimo_v2|deepseek_v4|hy_v4|inkling|bailing_hybrid|beam|cwm|dory|kolibri"
     r"|ultrabert|flint|neomme|muse_(glimmer|spark)"
 )
 """Models whose class says which layers see a window, where the configuration does not."""
-_FULL = "full_attention"
 _FROM_THE_END = re.compile(r"gemma4|diffusion_gemma|embedding_gemma2|deepseek_v4|flint|neomme|muse_(glimmer|spark)")
 """Those of them whose class goes by the number of layers, too."""
 _AT_THE_END = frozenset(["num_kv_shared_layers"])  # counts the last layers
@@ -74,14 +73,16 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
                 f"{config.get(key)!r} is right"
             )
     kind, told = str(config.get("model_type")), any(k in _TYPES or _EVERY.search(k) for k in config)
-    whole = n if _FROM_THE_END.match(kind) else len(order)
-    if _BY_CLASS.match(kind) and not told and [i for _, i in order] != list(range(whole)):
+    counts = _FROM_THE_END.match(kind)
+    if _BY_CLASS.match(kind) and not told and [i for _, i in order] != list(range(n if counts else len(order))):
         notes.append(
             f"config.json: the class of {kind!r} chooses the attention of a layer by its number, which is another now; "
             "see whether 'layer_types' is to be written"
         )
-    if "gemma" in kind and _FROM_THE_END.match(kind) and (config.get("layer_types") or [_FULL])[-1] != _FULL:
-        notes.append(f"config.json: the class of {kind!r} has {_FULL!r} in the last layer, and 'layer_types' another")
+    if counts and "gemma" in kind and (config.get("layer_types") or ["full_attention"])[-1] != "full_attention":
+        notes.append(
+            f"config.json: the class of {kind!r} has 'full_attention' in the last layer, 'layer_types' another"
+        )
     return notes
 
 
@@ -133,12 +134,12 @@ def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]], n:
     if _EVERY.search(key) and all(type(v) is int and v > 0 for v in values):
         return said or (len(set(values)) == 1 and all((i - k) % v == 0 for k, (v, i) in enumerate(held)))
     same = [i for _, i in held] == list(range(len(held))) and all(v == values[0] for v in values)
-    if key in _AT_THE_END:
-        own = [i for _, i in held if i < n - values[0]] if type(values[0]) is int and len(set(values)) == 1 else []
-        if own == [i for _, i in held][: n - values[0]] and len(own) == n - values[0]:
-            config[key] = len(held) - len(own)  # of those that take keys and values from the same layers as before
+    if key in _AT_THE_END and type(values[0]) is int and all(v == values[0] for v in values):
+        own = n - values[0]  # layers, of which the others take keys and values
+        if len(held) >= own and all(i == k if k < own else i >= own for k, (_, i) in enumerate(held)):
+            config[key] = len(held) - own
             return True
-        same = same and n == len(held)
+        same = False
     return (
         not (_is_named(key) or any(_lists_layers(key, v) for v in values))
         or not any(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections import Counter
@@ -80,52 +81,54 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
     except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
         return documents
     (ids, needed), rows, moved = ids_of(documents), token_rows(after), _moved(before, after)
-    lost = [t for t, i in ids.items() if (i >= rows if moved is None else i not in moved)]
-    if 0 < rows < token_rows(before) and (cut := [t for t, i in ids.items() if i >= rows]):
+    shorter = 0 < rows < token_rows(before)
+    if shorter and (cut := [t for t, i in ids.items() if i >= rows]):
         notes.append(f"tokenizer.json: has {count(len(cut), 'token')} beyond the {rows} rows here: {some(cut, 3)}")
-    if 0 < rows < token_rows(before) or moved is not None:
-        notes += (f"tokenizer.json: {t!r}, {why}, has no row here" for t, why in needed.items() if t in lost)
-    made = {"config.json": config}
+    there = range(rows) if moved is None else moved
+    if shorter or moved is not None:
+        lost = (t for t in needed if t in ids and ids[t] not in there)
+        notes += (f"tokenizer.json: {t!r}, {needed[t]}, has no row here" for t in lost)
     if moved is not None:
         if turned := [t for t, i in ids.items() if i < rows and moved.get(i) != i]:
             notes.append(f"tokenizer.json: {count(len(turned), 'token')} have other rows here: {some(turned, 3)}")
-        names = {i: t for t, i in ids.items()}
-        was = {names.get(i, f"id {i}"): i for i in range(token_rows(before))}
+        spare = set(range(token_rows(before))).difference(ids.values())
+        was = {f"id {i}": i for i in spare} | ids
         now = {t: moved[i] for t, i in was.items() if i in moved}
-        for name in [n for n in ("config.json", "generation_config.json") if n in documents]:
-            made[name], told = renumbered(name, made.get(name) or documents.raw(name), was, now)
-            notes += told
-    for name, data in made.items():
-        documents = documents.edited(name, lambda _, data=data: data, notes)
-        notes = []
-    return documents
+        config, told = renumbered("config.json", config, was, now)
+        notes += told
+        if (name := "generation_config.json") in list(documents):
+            with contextlib.suppress(CorruptCheckpoint, IncompleteCheckpoint):
+                data, told = renumbered(name, documents.raw(name), was, now)
+                documents = documents.edited(name, lambda _: data, told)
+    return documents.edited("config.json", lambda _: config, notes)
 
 
 def _moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, int] | None:
     """The rows of now by those of before, in embeddings that lost some or have another order; None in others."""
-    tables = {id(t) for n, t in before.items() if is_embedding(n)}
-    found = [_origin_rows(t, tables) for n, t in after.items() if is_embedding(n)]
-    if not found or any(rows is None or not np.array_equal(rows, found[0]) for rows in found):
+    tables, was = {id(t) for n, t in before.items() if is_embedding(n)}, np.arange(token_rows(before))
+    try:
+        found = [_origin_rows(t, tables) for n, t in after.items() if is_embedding(n)]
+    except TypeError:
         return None
-    moved = {int(old): new for new, old in reversed(list(enumerate(found[0]))) if old >= 0}  # type: ignore[arg-type]
-    return moved if any(moved.get(i) != i for i in range(token_rows(before))) else None
+    if not found or np.array_equal((rows := found[0])[: len(was)], was):
+        return None
+    alike = all(np.array_equal(rows, other) for other in found)
+    return {int(rows[new]): new for new in reversed(range(len(rows))) if rows[new] >= 0} if alike else None
 
 
-def _origin_rows(tensor: Any, tables: Container[int]) -> np.ndarray | None:
-    """The row of a table that each row of a tensor is, -1 for new ones; None where that is not known."""
+def _origin_rows(tensor: Any, tables: Container[int]) -> np.ndarray:
+    """The row of a table that each row of a tensor is, -1 for new ones. Raises `TypeError` where it is not known."""
     if id(tensor) in tables:
         return np.arange(tensor.shape[0])
     if isinstance(tensor, (Filled, GrownRows)):
         return np.full(tensor.shape[0], -1)
     if isinstance(tensor, Joined):
         parts = [_origin_rows(p, tables) for p in tensor.parts]
-        if any(p is None for p in parts):
-            return None
-        return np.concatenate(parts) if tensor.axis == 0 else parts[0]  # type: ignore[arg-type]
-    rows = _origin_rows(tensor.source, tables) if isinstance(tensor, (Sliced, Converted)) else None
-    if rows is None or isinstance(tensor, Converted):
-        return rows
-    return rows[tensor.start[0] : tensor.start[0] + tensor.shape[0]]
+        return np.concatenate(parts) if tensor.axis == 0 else parts[0]
+    if not isinstance(tensor, (Sliced, Converted)):
+        raise TypeError(tensor.name)
+    first = tensor.start[0] if isinstance(tensor, Sliced) else 0
+    return _origin_rows(tensor.source, tables)[first : first + tensor.shape[0]]
 
 
 def following(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -27,14 +28,15 @@ _IDS = re.compile(
     r"|^(lang|task|text_decoder_lang)_to_(code_)?id$|^vocabulary_map$"
 )
 """Entries of configurations that name tokens."""
-_SEQUENCES = ("bad_words_ids", "force_words_ids")
+_SEQUENCES = ("bad_words_ids", "force_words_ids", "sequence_bias")
+_ROWS = {"sequence_bias": 0, "forced_decoder_ids": 1}  # the place of the ids in rows with other things
 _MAY_LACK = re.compile(
     r"^(pad|bos|eos|sep|cls|mask|unk|decoder_start|forced_[be]os)_token_id$|suppress_tokens$|^(bad|force)_words_ids$"
     r"|^(sequence_bias|forced_decoder_ids|vocabulary_map)$|_to_(code_)?id$"
 )
 """Those that transformers takes without some token; for others its classes have a default, which is another token."""
 _ELSEWHERE = re.compile(
-    r"(t2u|codec|codebook|tts_codec|vocoder)_|(vision|audio|speech|depth_decoder|code2wav|token2wav)_config$"
+    r"(t2u|(tts_)?codec|codebook|vocoder)_|(vision|audio|speech|depth_decoder|(code|token)2wav)_config$"
 )
 """Those about other vocabularies, such as units of sound."""
 _RULES = ("normalizer", "pre_tokenizer")  # members that say which pieces a text may have
@@ -78,12 +80,10 @@ class Tokenizer:
     @property
     def has_gaps(self) -> bool:
         """Whether libraries would give the next added token another id: they count tokens."""
-        vocab = len([t for t in self.tokens if t not in self.added or self._in_vocab(t)])
+        own = self.said["model"].get("vocab", {})
+        names = set(own) if isinstance(own, Mapping) else {t for t, _ in own}
+        vocab = len([t for t in self.tokens if t not in self.added or t in names])
         return max(vocab, *(self.tokens[t] + 1 for t in self.added), 0) != self.end
-
-    def _in_vocab(self, token: str) -> bool:
-        vocab = self.said["model"].get("vocab", {})
-        return token in vocab if isinstance(vocab, Mapping) else any(t == token for t, *_ in vocab)
 
     def takes(self, other: Tokenizer) -> bool:
         """Whether ordinary tokens of another one can join the vocabulary: it has no merges, and pieces mean the
@@ -150,22 +150,14 @@ class Tokenizer:
 def _vocab_of(said: Any) -> Any:
     """The vocabulary of a ``tokenizer.json``: ids by token, or pieces with scores. Raises `CheckpointError` for what is
     no tokenizer."""
-    model = said.get("model") if isinstance(said, Mapping) else None
-    vocab = model.get("vocab", {}) if isinstance(model, Mapping) else None
-    added = (said.get("added_tokens") or []) if isinstance(said, Mapping) else None
-    if isinstance(vocab, Mapping):
-        fits = all(type(i) is int and i >= 0 for i in vocab.values())
-    else:
-        fits = isinstance(vocab, list) and all(
-            isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and type(row[1]) in (int, float)
-            for row in vocab
-        )
-    if not (fits and isinstance(added, list) and all(isinstance(a, Mapping) for a in added)):
-        raise CheckpointError(
-            "tokenizer.json is no tokenizer: it has no model with a vocabulary of tokens and their ids"
-        )
-    if any(not isinstance(a.get("content"), str) or type(a.get("id")) is not int for a in added):
-        raise CheckpointError("tokenizer.json is no tokenizer: an added token has no text, or no id")
+    with malformed("tokenizer.json is no tokenizer, with a vocabulary of tokens and their ids", error=CheckpointError):
+        vocab, added = said["model"].get("vocab", {}), said.get("added_tokens") or []
+        if isinstance(vocab, list):
+            fits = all(isinstance(t, str) and type(score) in (int, float) for t, score in vocab)
+        else:
+            fits = all(type(i) is int and i >= 0 for i in vocab.values())
+        if not fits or any(not isinstance(a["content"], str) or type(a["id"]) is not int for a in added):
+            raise ValueError("a token has no text, or no id")
     return vocab
 
 
@@ -204,53 +196,43 @@ def renumbered(
     def new(key: str, value: Any) -> Any:
         """The id of now; None where there is none any more."""
         token = named.get(value) if type(value) is int else None
-        if token is None:
-            if type(value) is int and value in taken:
-                notes.append(f"{file}: {key} is still {value}, which was no token and is {taken[value]!r} now")
-            return value
-        if token not in after and _MAY_LACK.search(key):
+        if token in after:
+            return after[token]
+        if token is not None and _MAY_LACK.search(key):
             gone.setdefault(key, {})[token] = None
-        elif token not in after:
+            return None
+        if token is not None:
             notes.append(f"{file}: {key} is still {value}, which was {token!r}, a token that is not there any more")
-            return value
-        return after.get(token)
+        elif type(value) is int and value in taken:
+            notes.append(f"{file}: {key} is still {value}, which was no token and is {taken[value]!r} now")
+        return value
 
-    def every(key: str, ids: Iterable[Any]) -> list[Any]:
-        """The ids of now of a sequence; nothing where one is gone, as the sequence never comes then."""
-        found = [new(key, i) for i in ids]
-        return [] if None in found else found
-
-    def listed(key: str, value: Any) -> Any:
+    def moved(key: str, value: Any) -> Any:
+        if isinstance(value, dict) and key == "sequence_bias":  # by tuples of ids, which are texts in JSON
+            held = [(moved(key, [int(i) for i in re.findall(r"\d+", ids)]), bias) for ids, bias in value.items()]
+            return {str(tuple(ids)): bias for ids, bias in held if ids}
+        if isinstance(value, dict):
+            return {name: i for name, held in value.items() if (i := new(key, held)) is not None}
         if not isinstance(value, list):
             return new(key, value)
-        if key == "forced_decoder_ids":  # (position, id or None)
-            rows = [[at, i if i is None else new(key, i)] for at, i in value]
-            return [row for row, (_, i) in zip(rows, value, strict=True) if i is None or row[1] is not None]
-        if key == "sequence_bias":  # (ids, bias)
-            return [[ids, bias] for held, bias in value if (ids := every(key, held))]
-        if key in _SEQUENCES and value and not isinstance(value[0], list):
-            return every(key, value)
-        return [x for held in value if (x := listed(key, held)) not in (None, [])]
-
-    def follows(key: str, value: Any) -> Any:
-        if key == "sequence_bias" and isinstance(value, dict):  # by tuples of ids, which are texts in JSON
-            held = {str(tuple(every(key, map(int, re.findall(r"\d+", ids))))): bias for ids, bias in value.items()}
-            found: Any = {ids: bias for ids, bias in held.items() if ids != "()"}
-        elif isinstance(value, dict):
-            found = {name: i for name, held in value.items() if (i := new(key, held)) is not None}
-        else:
-            found = listed(key, value)
-        return None if value and found in ([], {}) else found  # transformers refuses empty ones
+        nested = bool(value) and isinstance(value[0], list)
+        if nested and key in _ROWS:
+            at = _ROWS[key]
+            rows = [(row, moved(key, row[at])) for row in value]
+            return [[*row[:at], x, *row[at + 1 :]] for row, x in rows if row[at] is None or x not in (None, [])]
+        found = [moved(key, x) for x in value]
+        if key in _SEQUENCES and None in found and not nested:
+            return []  # a sequence that never comes
+        return [x for x in found if x not in (None, [])]
 
     def of(node: dict[str, Any]) -> dict[str, Any]:
-        out = {}
+        out = dict(node)
         for k, v in node.items():
-            try:
-                ids = _IDS.search(k) and not _ELSEWHERE.match(k)
-                out[k] = follows(k, v) if ids else of(v) if isinstance(v, dict) and not _ELSEWHERE.match(k) else v
-            except (TypeError, ValueError):
-                notes.append(f"{file}: {k} is still {v!r:.60}, which transformers could not read before")
-                out[k] = v
+            with contextlib.suppress(TypeError, LookupError):  # what has another form was never read
+                if _IDS.search(k) and not _ELSEWHERE.match(k):
+                    out[k] = None if (found := moved(k, v)) in ([], {}) else found  # transformers refuses empty ones
+                elif isinstance(v, dict) and not _ELSEWHERE.match(k):
+                    out[k] = of(v)
         return out
 
     out = edited(config, of)

@@ -311,15 +311,14 @@ def test_transformers_generates_by_entries_that_followed(tmp_path: Path, way: st
 
 
 def test_ids_in_texts_and_entries_that_are_malformed() -> None:
-    """Keys of JSON are texts: those of tuples follow; an entry in another form stays, with a note."""
+    """Keys of JSON are texts: those of tuples follow; an entry in another form stays."""
     before, after = {"a": 0, "b": 1, "c": 2}, {"b": 0, "c": 1}
     said = {"sequence_bias": {"(1, 2)": 1.0, "(2,)": 2.0, "(0, 1)": 3.0}, "eos_index": 1, "vocabulary_map": {"x": 2}}
-    broken = {"forced_decoder_ids": [1, 2], "bos_token_id": None, "eos_token_id": True}
+    broken = {"forced_decoder_ids": [[1]], "bos_token_id": None, "eos_token_id": True}
     data, notes = renumbered("config.json", json.dumps(said | broken).encode(), before, after)
     new = {"sequence_bias": {"(0, 1)": 1.0, "(1,)": 2.0}, "eos_index": 0, "vocabulary_map": {"x": 1}}
     assert json.loads(data) == new | broken
     assert notes == [
-        "config.json: forced_decoder_ids is still [1, 2], which transformers could not read before",
         "config.json: sequence_bias is without 'a', no tokens any more",
     ]
     data, notes = renumbered("c", b'{"image_token_id": 0, "pad_token_id": 0, "suppress_tokens": [0]}', before, after)
