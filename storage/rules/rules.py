@@ -36,8 +36,6 @@ from .lazy_tensors import Filled, InMemoryTensor
 from .match import BoundRules
 from .match import Rule as Rule
 
-_NAMED = "rules are applied to arrays by name, such as {'w': array}"
-
 
 class Rules:
     """A program of key rules.
@@ -148,7 +146,7 @@ class Rules:
         >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
         {'b': array([ 1, 44], dtype=int8)}
         """
-        with malformed(_NAMED, error=CheckpointError):
+        with malformed("no arrays by name, such as {'w': array}", error=CheckpointError):
             held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in arrays.items()}
         return {n: read_box(t)[0] for n, t in BoundRules(self.rules, self.follow, held, {}).outputs().items()}
 
@@ -169,7 +167,7 @@ class Rules:
         >>> print(Rules("a, b -> c, concat(axis=0), permute()").inverse(arrays))
         c -> a, b, permute(), split(sizes=[4, 2])
         """
-        with malformed(_NAMED, error=CheckpointError):
+        with malformed("no arrays by name, such as {'w': array}", error=CheckpointError):
             held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in source.items()}
         program = BoundRules(self.rules, self.follow, held, {})
         program.outputs()

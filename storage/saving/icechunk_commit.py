@@ -81,10 +81,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
 
 
 def _of_others(zarr: Any, store: Any, target: str) -> dict[str, dict[str, Any]]:
-    """The attributes that others gave to the group (by an empty name) and to arrays of ours.
-
-    Raises `CheckpointExists` where the branch holds what a save of ours would replace and did not write.
-    """
+    """The attributes that others gave to the group (by an empty name) and to arrays of ours. Raises `CheckpointExists`
+    where the branch holds what a save of ours would replace and did not write."""
     try:
         group = zarr.open_group(store, mode="r")
     except FileNotFoundError:

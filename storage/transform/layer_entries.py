@@ -17,28 +17,19 @@ _NUMBERS = re.compile(
 _BELOW = frozenset(["max_window_layers", "first_k_dense_replace", "num_dense_layers"])  # the layers before this one
 _MENTIONS = re.compile(r"layer|block|attn|attention|idx|indic")  # names of entries that may list layers
 _BY_CLASS = re.compile(
-    r"gemma\d|(t5|vault|embedding_|diffusion_)gemma|gpt_oss|olmo(3|_hybrid)|cohere2|cohere_compass|exaone(4|_moe)|smollm3|llama4|minimax(?!_m2)"
-    r"|qwen(3_5|3_next|4)|lfm3|granite(moe)?_swa|mimo_v2|deepseek_v4|hy_v4|inkling|bailing_hybrid|beam|cwm|dory|kolibri"
-    r"|ultrabert|flint|neomme|muse_(glimmer|spark)"
+    r"gemma\d|(t5|vault|embedding_|diffusion_)gemma|gpt_oss|olmo(3|_hybrid)|cohere(2|_compass)|exaone(4|_moe)|smollm3"
+    r"|llama4|minimax(?!_m2)|qwen(3_5|3_next|4)|lfm3|granite(moe)?_swa|mimo_v2|deepseek_v4|hy_v4|inkling|bailing_hybrid"
+    r"|beam|cwm|dory|kolibri|ultrabert|flint|neomme|muse_(glimmer|spark)"
 )
 """Models whose class says which layers see a window, where the configuration does not."""
 _FROM_THE_END = re.compile(r"gemma4|diffusion_gemma|embedding_gemma2|deepseek_v4|flint|neomme|muse_(glimmer|spark)")
-"""Those of them whose class goes by the number of layers, too."""
 _AT_THE_END = frozenset(["num_kv_shared_layers"])  # counts the last layers
 _EVERY = re.compile(
     r"sparse_step$|layer_freq$|layer_step$|layer_interval$|every_n_layers$|layer_period$|attention_(interval|frequency)$|window_pattern$"
 )
-_OTHERS = frozenset(
-    [
-        "num_kv_shared_layers",
-        "kv_source_layers",
-        "ple_layer_ids",
-        "block_types",
-        "attention_types",
-        "moe_layer_start_index",
-        "moe_layer_end_index",
-        "scale_attn_by_inverse_layer_idx",
-    ]
+_OTHERS = re.compile(
+    r"(num_kv_shared_layers|kv_source_layers|ple_layer_ids|block_types|attention_types|moe_layer_(start|end)_index"
+    r"|scale_attn_by_inverse_layer_idx)$"
 )
 
 
@@ -89,13 +80,12 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
 def is_for_each(key: str, config: dict[str, Any]) -> bool:
     """Whether an entry has a value for each layer."""
     value, n = config.get(key), count(config)
-    named = key not in _OTHERS and _FOR_EACH.search(key) and not _NUMBERS.search(key)
+    named = not _OTHERS.match(key) and _FOR_EACH.search(key) and not _NUMBERS.search(key)
     fits = isinstance(value, (list, str)) and (len(value) == n or (key == "no_rope_layers" and len(value) > n))
     return bool(named) and fits and bool(value)
 
 
 def count(config: Mapping[str, Any]) -> int:
-    """The number of layers; 0 where no entry says it."""
     types = next((config[k] for k in _TYPES if config.get(k)), ())  # count the layers where no entry does
     return next((config[k] for k in COUNTS if type(config.get(k)) is int), len(types))
 
@@ -106,7 +96,7 @@ def is_about_layers(key: str, config: dict[str, Any]) -> bool:
 
 
 def _is_named(key: str) -> Any:
-    return key in _OTHERS or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
+    return _OTHERS.match(key) or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
 
 
 def _is_by_number(key: str, value: Any) -> bool:

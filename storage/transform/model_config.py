@@ -91,8 +91,7 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
     if moved is not None:
         if turned := [t for t, i in ids.items() if i < rows and moved.get(i) != i]:
             notes.append(f"tokenizer.json: {count(len(turned), 'token')} have other rows here: {some(turned, 3)}")
-        spare = set(range(token_rows(before))).difference(ids.values())
-        was = {f"id {i}": i for i in spare} | ids
+        was = {f"id {i}": i for i in set(range(token_rows(before))).difference(ids.values())} | ids
         now = {t: moved[i] for t, i in was.items() if i in moved}
         config, told = renumbered("config.json", config, was, now)
         notes += told
@@ -188,8 +187,7 @@ def token_rows(arrays: Mapping[str, Any]) -> int:
 
 def _layer_of(name: str) -> str:
     """The name of the layer of an array; nothing where it is of none."""
-    found = LAYER.search(name)
-    return name[: found.end()] if found else ""
+    return name[: found.end()] if (found := LAYER.search(name)) else ""
 
 
 def _rows(arrays: Mapping[str, Any]) -> list[int]:
@@ -278,8 +276,8 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
     mixtures = {_layer_of(n) for n in before if _OF_EXPERTS.search(n)}
     whole = {layer for layer, of in made.items() if any(map(_OF_EXPERTS.search, of | made.get("", set())))}
     bare = [p for p, of in made.items() if p and p not in whole and not mixtures.isdisjoint(map(_layer_of, of))]
-    if bare:
-        notes.append(f"config.json: a layer of experts does not load without any, and none are in {some(bare, 3)}")
+    told = f"config.json: a layer of experts does not load without any, and none are in {some(bare, 3)}"
+    notes += [told] if bare else []
     tied = inner.get("tie_word_embeddings")
     lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and not tied and n not in used | after.keys()]
     ties = "does not tie" if tied is False else "does not say that it ties"

@@ -80,8 +80,7 @@ class Tokenizer:
     @property
     def has_gaps(self) -> bool:
         """Whether libraries would give the next added token another id: they count tokens."""
-        own = self.said["model"].get("vocab", {})
-        names = set(own) if isinstance(own, Mapping) else {t for t, _ in own}
+        names = {t if isinstance(t, str) else t[0] for t in self.said["model"].get("vocab", {})}
         vocab = len([t for t in self.tokens if t not in self.added or t in names])
         return max(vocab, *(self.tokens[t] + 1 for t in self.added), 0) != self.end
 
@@ -176,8 +175,7 @@ def _needed(said: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def ids_of(documents: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
-    """(the tokens of a model by its ``tokenizer.json``, those that it always needs, and why); none where it has no such
-    document, or a damaged one."""
+    """(the tokens of a model's ``tokenizer.json``, those that it always needs); none of what is missing or damaged."""
     try:
         made = Tokenizer.of(documents["tokenizer.json"], sys.maxsize)
         return made.tokens, made.needed
@@ -216,14 +214,12 @@ def renumbered(
         if not isinstance(value, list):
             return new(key, value)
         nested = bool(value) and isinstance(value[0], list)
-        if nested and key in _ROWS:
-            at = _ROWS[key]
+        if nested and (at := _ROWS.get(key)) is not None:
             rows = [(row, moved(key, row[at])) for row in value]
             return [[*row[:at], x, *row[at + 1 :]] for row, x in rows if row[at] is None or x not in (None, [])]
         found = [moved(key, x) for x in value]
-        if key in _SEQUENCES and None in found and not nested:
-            return []  # a sequence that never comes
-        return [x for x in found if x not in (None, [])]
+        whole = nested or key not in _SEQUENCES or None not in found  # or a sequence that never comes
+        return [x for x in found if whole and x not in (None, [])]
 
     def of(node: dict[str, Any]) -> dict[str, Any]:
         out = dict(node)

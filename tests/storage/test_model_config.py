@@ -165,7 +165,7 @@ def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entrie
 
 
 def test_layers_without_any_experts_are_told(tmp_path: Path) -> None:
-    """Numbered or in one array; not those of layers that go as a whole, nor those that rules or blends put elsewhere."""
+    """Numbered or in one array; not of layers that go as a whole, nor those that rules or blends put elsewhere."""
     stacked = {f"model.layers.{i}.mlp.experts.up": (3, 4, 6) for i in range(LAYERS)}
     numbered = {f"model.layers.{i}.mlp.experts.{e}.up": (4, 6) for i in range(LAYERS) for e in range(3)}
     for n, experts in enumerate((stacked, numbered)):
