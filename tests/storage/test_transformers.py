@@ -122,7 +122,7 @@ def test_a_model_without_some_layers_is_the_one_that_skips_them(tmp_path, kind, 
     config = transformers.AutoConfig.for_model(kind, **HEADS, **tokens, **LAYERED[kind])
     made = transformers.AutoModelForCausalLM.from_config(config)
     for p in made.parameters():
-        torch.nn.init.normal_(p, std=0.2)
+        torch.nn.init.normal_(p, mean=p.ndim == 1, std=0.2)
     made.save_pretrained(tmp_path / "a")
     stem = next(n for n in open_checkpoint(tmp_path / "a") if ".layers.0." in n).partition("0.")[0]
     kept = [i for i in range(config.num_hidden_layers) if i not in gone]
@@ -137,15 +137,17 @@ def test_a_model_without_some_layers_is_the_one_that_skips_them(tmp_path, kind, 
     assert not any(said.values()), said
     assert read.config.num_hidden_layers == len(kept)
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
-    inner = whole.base_model
+    inner = whole.model
     inner.layers = torch.nn.ModuleList([inner.layers[i] for i in kept])
     for key in ("layer_types", "no_rope_layers", "layers_block_type"):
-        if isinstance(held := getattr(whole.config, key, None), list):
+        if len(held := getattr(whole.config, key, None) or ()) > len(kept):
             setattr(whole.config, key, [held[i] for i in kept])
     if kind != "nemotron_h":
         whole.config.num_hidden_layers = len(kept)
     ids = torch.arange(3, 15)[None]
-    assert torch.allclose(read.eval()(ids, use_cache=False).logits, whole(ids, use_cache=False).logits, atol=1e-4)
+    found, wanted = (m.eval()(ids, use_cache=False).logits for m in (read, whole))
+    assert found.isfinite().all()
+    assert torch.allclose(found, wanted, atol=1e-4)
 
 
 def test_a_layer_without_experts_does_not_load_as_the_note_says(tmp_path):
