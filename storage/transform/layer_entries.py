@@ -37,7 +37,8 @@ def inner(config: Any) -> dict[str, Any]:
     """The part of a configuration that describes the layers of text."""
     if not isinstance(config, dict):
         return {}
-    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    parts = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
+    return next((part for part in parts if isinstance(part, dict)), config)
 
 
 def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]) -> list[str]:

@@ -85,13 +85,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("inner", [False, True])
-def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, inner: bool) -> None:
+@pytest.mark.parametrize("inner", [None, "text_config", "llm_config", "language_config"])
+def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, inner: str | None) -> None:
     options, changed, notes = CASES[name]
-    src = made(tmp_path / "model", {"text_config": CONFIG} if inner else CONFIG)
+    src = made(tmp_path / "model", {inner: CONFIG} if inner else CONFIG)
     report = merge(src, tmp_path / "out", **options)
     told = open_checkpoint(report.path).documents["config.json"]
-    assert (told["text_config"] if inner else told) == CONFIG | changed
+    assert (told[inner] if inner else told) == CONFIG | changed
     assert len(report.notes) == len(notes)
     assert all(n.startswith(f"config.json: {start}") for n, start in zip(report.notes, notes, strict=True))
     if changed and "drop" not in options:  # a virtual checkpoint has it too, and what is written from its document
