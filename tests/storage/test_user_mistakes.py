@@ -300,6 +300,9 @@ BY_RULES: dict[str, Any] = {
     "on_arrays": lambda c, x: Rules("w -> x").on_arrays(x),
     "inverse": lambda c, x: Rules("w -> x").inverse(x),
     "prefix": lambda c, x: storage.load(c, prefix=x),
+    "memory_limit": lambda c, x: storage.merge(c, f"{c}-out", memory_limit=_unless_number(x)),
+    "threads": lambda c, x: storage.convert(c, f"{c}-out", format="zarr", threads=_unless_number(x)),
+    "max_shard_bytes": lambda c, x: storage.merge(c, f"{c}-out", max_shard_bytes=_unless_number(x)),
     "keys of a blend": lambda c, x: _copied(c, keys=x),
     "drop of a blend": lambda c, x: _copied(c, drop=x),
     "rows": lambda c, x: storage.virtual.rows(c, x),
@@ -312,6 +315,10 @@ BY_RULES: dict[str, Any] = {
     "integers": lambda c, x: storage.virtual.mean([c], integers=x),
     "steps of a run": lambda c, x: storage.virtual.ema(c, decay=0.5, steps=x),
 }
+
+
+def _unless_number(x: Any) -> Any:
+    return "1" if isinstance(x, int | float) else x
 
 
 def _copied(where: str, **options: Any) -> Any:
