@@ -48,7 +48,7 @@ def _swiglu(gate: Array, up: Array) -> Array:
 
 @in_float32
 def _swiglu_backward(g: Array, gate: Array, up: Array) -> Array:
-    g, gate, up = inexact(g), inexact(gate), inexact(up)
+    gate, up = inexact(gate), inexact(up)  # g may be a number
     s = sigmoid(gate)
     # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
     near = gate if gate.dtype.kind == "c" else clip(gate, SILU_IS_ZERO, -SILU_IS_ZERO)

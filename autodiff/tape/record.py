@@ -48,6 +48,8 @@ class VJPPlan:
         For each of ``pulls`` the places of these arguments, or None where they are more than values at places.
     simple
         Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
+    plain
+        Whether it may in C, of arrays of NumPy: for any number of results, and by a rule for all operands, too.
     takes_sparse
         Whether the rules take a sparse cotangent.
     partial
@@ -67,6 +69,7 @@ class VJPPlan:
         "partial",
         "pick",
         "places",
+        "plain",
         "pulls",
         "rest",
         "saves",
@@ -87,6 +90,7 @@ class VJPPlan:
         self.rest: tuple[Any, ...] = ()
         self.simple = self.takes_sparse = self.widens = False
         self.partial = rule is not None and rule.partial
+        self.plain = rule is not None and op is not INDEX_SET
         self.saves: tuple[int, ...] = tuple(range(count))
         if rule is not None:
             keys = (-1,) if rule.together is not None else wanted
