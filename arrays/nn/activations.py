@@ -307,7 +307,7 @@ def hard_sigmoid(x: Any, /) -> Array:
     Array([0. , 0.5], dtype=float64)
     """
     x = inexact(ordered("hard_sigmoid", x))
-    return where(x >= 3, 1.0, relu(x + 3.0) / 6.0)  # just below 3 the sum is rounded to 6
+    return where(x >= 3, 6.0, relu(x + 3.0)) / 6.0  # just below 3 the sum is rounded to 6
 
 
 @composite("hard_silu")
@@ -348,10 +348,10 @@ def softsign(x: Any, /) -> Array:
     x = inexact(x)
     if x.dtype.kind == "c":
         return x / (1.0 + abs(x))
-    near = abs(x) < 1
-    a, b = where(near, x, 0.0), where(near, 0.0, x)
+    size = abs(x)
+    share, near = 1.0 / (1.0 + size), size < 1
     # Far from 0 the two terms in the derivative of a quotient cancel, and infinity by infinity is NaN.
-    return where(near, a / (1.0 + abs(a)), sign(x) * (1.0 - 1.0 / (1.0 + abs(b))))
+    return where(near, where(near, x, 0.0) * share, sign(x) * (1.0 - share))
 
 
 @composite("swiglu")
