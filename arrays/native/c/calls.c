@@ -360,38 +360,26 @@ static PyObject *nothing(PyObject *plan, PyObject *aval) {
 
 /* Takes the cotangents of a record's results out of `cots`: that of one, or a tuple; None where nothing depends on any. */
 static PyObject *taken(PyObject *fields, PyObject *cots, PyObject *keep, PyObject *owned) {
-    PyObject *outputs = PyTuple_GET_ITEM(fields, 2), *avals = PyTuple_GET_ITEM(fields, 5);
+    PyObject *outputs = PyTuple_GET_ITEM(fields, 2), *g;
     const Py_ssize_t n = PyTuple_GET_SIZE(outputs);
     PyObject *gs = PyTuple_New(n);
-    int some = 0;
-    for (Py_ssize_t i = 0; gs && i < n; i++) {
-        PyObject *v = PyTuple_GET_ITEM(outputs, i), *g = PyDict_GetItemWithError(cots, v);
-        const int stays = PySet_Contains(keep, v);
-        if (stays < 0 || PyErr_Occurred()) goto failed;
-        if (!g) continue;
-        PyTuple_SET_ITEM(gs, i, Py_NewRef(g));
-        if ((!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0) goto failed;
+    int done = gs ? 0 : -1, some = 0;
+    for (Py_ssize_t i = 0; done >= 0 && i < n; i++) {
+        PyObject *v = PyTuple_GET_ITEM(outputs, i);
+        if (!(g = PyDict_GetItemWithError(cots, v))) continue; /* `pull` has looked for it, and there was no error */
         some = 1;
+        PyTuple_SET_ITEM(gs, i, Py_NewRef(g));
+        const int stays = PySet_Contains(keep, v);
+        done = stays < 0 || (!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0 ? -1 : 0;
     }
-    if (!gs || (n > 1 && !some)) {
-        Py_XDECREF(gs);
-        return gs ? Py_NewRef(Py_None) : NULL;
+    for (Py_ssize_t i = 0; done >= 0 && some && i < n; i++) {
+        if (PyTuple_GET_ITEM(gs, i)) continue;
+        if (!(g = nothing(PyTuple_GET_ITEM(fields, 0), PyTuple_GET_ITEM(PyTuple_GET_ITEM(fields, 5), i)))) done = -1;
+        else PyTuple_SET_ITEM(gs, i, g);
     }
-    if (n == 1) {
-        PyObject *g = Py_NewRef(some ? PyTuple_GET_ITEM(gs, 0) : Py_None);
-        Py_DECREF(gs);
-        return g;
-    }
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (!PyTuple_GET_ITEM(gs, i)) {
-            PyObject *g = nothing(PyTuple_GET_ITEM(fields, 0), PyTuple_GET_ITEM(avals, i));
-            if (!g) goto failed;
-            PyTuple_SET_ITEM(gs, i, g);
-        }
-    return gs;
-failed:
-    Py_DECREF(gs);
-    return NULL;
+    g = done < 0 ? NULL : Py_NewRef(!some ? Py_None : n == 1 ? PyTuple_GET_ITEM(gs, 0) : gs);
+    Py_XDECREF(gs);
+    return g;
 }
 
 /* Gives the cotangents of a record's operands: by the rule of all of them, or by those of each. */
