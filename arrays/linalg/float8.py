@@ -75,9 +75,10 @@ def _rounded(x: np.ndarray, scale: np.ndarray, dtype: np.dtype, rounds: bool) ->
         return z.astype(dtype).astype(np.float32)
 
 
-def _scaled(sums: Any, x_scale: Any, y_scale: Any, dtype: np.dtype) -> Any:
+def _scaled(xp: Any, sums: Any, x_scale: Any, y_scale: Any, dtype: np.dtype) -> Any:
     """Sums times both scales. Neither the product of the scales nor that with one of them need be within float32."""
-    return (sums * (x_scale.astype(np.float64) * y_scale)).astype(np.float32).astype(dtype, copy=False)
+    both = xp.multiply(x_scale, y_scale, dtype=np.float64)
+    return xp.multiply(sums, both, out=sums, casting="unsafe").astype(dtype, copy=False)
 
 
 def _matmul(
@@ -95,7 +96,7 @@ def _matmul(
     _short(FLOAT8_MATMUL, (x, y))
     with np.errstate(invalid="ignore", over="ignore"):
         found = MATMUL.numpy(_rounded(x, x_scale, x_dtype, x_rounds), _rounded(y, y_scale, y_dtype, y_rounds))
-        return _scaled(found, x_scale, y_scale, dtype)
+        return _scaled(xp, found, x_scale, y_scale, dtype)
 
 
 def _matmul_on_cupy(
@@ -116,7 +117,7 @@ def _matmul_on_cupy(
     found = cublaslt.product(x, y, float8=cublaslt.Float8((x_dtype, y_dtype, dtype), (x_scale, y_scale)))
     if found is None:
         found = MATMUL.impl(cupy, kernels.widened(x, x_dtype), kernels.widened(y, y_dtype))
-        found = _scaled(found, x_scale, y_scale, dtype)
+        found = _scaled(cupy, found, x_scale, y_scale, dtype)
     return found
 
 
