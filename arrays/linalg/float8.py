@@ -228,8 +228,8 @@ def float8_matmul(
 
     Notes
     -----
-    An element that float32 can hold is finite, whatever the scales; but where a GPU multiplies float8, its library
-    multiplies by both scales in float32, and a product of them beyond float32 gives infinity, 0 or NaN.
+    An element that float32 can hold is finite, whatever the scales. But where a GPU multiplies float8, its library
+    multiplies by one scale and the other in float32: there it may be infinite, 0 or NaN on the way.
 
     The derivative passes straight through the rounding: ``dx = g @ y.mT`` and ``dy = x.mT @ g``, both products of
     float8 with ``g`` in ``float8_e5m2``. A float8 operand gets a cotangent of its own dtype, and its scale that of a
