@@ -469,7 +469,7 @@ def test_each_wait_is_told_once(sweep: Sweep) -> None:
         "a list": [0, 0],
         "a mask of the host": [0, 0],
         "an index": [1, 1],
-        "labels": [2, 1],  # the second where a label is none of the classes
+        "labels": [1, 1],
         "experts": [0, 0],
         "det": [1, 1],
         "laplace": [0, 0],
