@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.array import Array
-from ..core.dispatch import Deferred, apply, wrap
+from ..core.dispatch import Deferred, apply, move, wrap
 from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
@@ -295,7 +295,7 @@ def getitem(x: Array, key: Any, /) -> Array:
         out._buf.part = True
     elif type(buf) is np.ndarray and type(out._buf) is np.ndarray and out._buf.size * _FEW <= buf.size:
         # A tape that kept the view would keep all of ``x``, and each write to ``x`` in a loop would copy all of it.
-        out._buf = out._buf.copy()[...]
+        move(out, out._buf.copy()[...])
     return out
 
 

@@ -21,6 +21,7 @@ from ..core.dispatch import (
     apply,
     has_history,
     made,
+    move,
     number,
     refuse_history,
     register_asarray,
@@ -220,7 +221,7 @@ def own_copy(x: Array) -> Array:
     """:func:`wrap_same`, but a view is copied, so that the result is no part of another array."""
     out = wrap_same(x)
     if type(out._buf) is np.ndarray and type(out._buf.base) is np.ndarray:
-        out._buf = out._buf.copy()
+        move(out, out._buf.copy())
     return out
 
 

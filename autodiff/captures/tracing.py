@@ -20,8 +20,9 @@ from ...arrays.core.dispatch import (
     wrap,
 )
 from ...arrays.core.errors import DeviceError, TracedValueError
-from ...arrays.core.op import Op, ShapeDtype, state
+from ...arrays.core.op import NO_PARAMS, Op, ShapeDtype, state
 from ...arrays.core.program import Const, ProgramBuilder, Site
+from ...arrays.ops.elementwise import ALIAS
 from ..tape.record import is_differentiable
 
 
@@ -222,6 +223,16 @@ class _Trace(Refusals):
         ref = self.made.get(id(x))
         return ref is not None and ref() is x
 
+    def note_moved(self, x: Array, old: Any) -> None:
+        """Called where the result of a call, which had the buffer ``old``, has another of the same values."""
+        self._made(x)
+        known = self.detached.get(id(x))
+        if known is None or known.buf is not old:
+            source = self._source(wrap(old))
+            if self._has_history(source):
+                call = StagedCall(ALIAS, (source,), NO_PARAMS, argument_avals((x,)), state.origin, call_site())
+                self.results[id(x._buf)] = Result(call, 0, x._buf)
+
     def note_read(self, x: Array) -> None:
         """Called where an array that is not traced takes part in a call, or is turned into numbers."""
         buf = x._buf
@@ -249,7 +260,8 @@ class _Trace(Refusals):
         for o in outs:
             self._made(o)
         sources = tuple(self._source(a) if isinstance(a, Array) else a for a in args)
-        if not any(type(s) is Result or (type(s) is Held and id(s.array) in self.outside) for s in sources):
+        if not any(map(self._has_history, sources)):
+            self.note_cut(outs)
             return
         if op.nondifferentiable:
             # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
@@ -260,6 +272,13 @@ class _Trace(Refusals):
         for k, o in enumerate(outs):
             if id(o._buf) not in taken:  # an alias is what it is an alias of
                 self.results[id(o._buf)] = Result(call, k, o._buf)
+
+    def note_cut(self, outs: Sequence[Array]) -> None:
+        """Called for constants, which may have the buffers of what they were cut off from."""
+        self.detached.update((id(o), Held(o, o._buf)) for o in outs if self._has_history(self._source(wrap(o._buf))))
+
+    def _has_history(self, source: Any) -> bool:
+        return type(source) is Result or (type(source) is Held and id(source.array) in self.outside)
 
     def _source(self, x: Array) -> Held | Result:
         """The source of an array that is not traced: the array with its buffer, or the result of a staged call."""

@@ -34,8 +34,8 @@ def no_grad() -> AbstractContextManager[None]:
 @contextmanager
 def _constants() -> Iterator[None]:
     """A block whose results are constants to the tapes of this thread, and to a program that is traced."""
-    traced = not all(isinstance(r, Recording) for r in state.recorders)
-    with not_recording(), recording(_Cut()) if traced else nullcontext():
+    others = [r for r in state.recorders if not isinstance(r, Recording)]
+    with not_recording(), recording(_Cut(others)) if others else nullcontext():
         yield
 
 
@@ -43,11 +43,14 @@ def _traced(outs: Sequence[Array]) -> list[Array]:
     return [o for o in outs if getattr(o._buf, "traced", False)]
 
 
-def _cut(outs: Sequence[Array]) -> None:
-    """Make these traced results constants."""
+def _cut(outs: Sequence[Array], traced: Sequence[Array], recorders: Sequence[Any]) -> None:
+    """Make results constants: the traced ones among them, and what recorders of a trace take for their operands."""
     with not_recording():
-        for o in outs:
+        for o in traced:
             o._buf = apply(STOP_GRADIENT, (wrap(o._buf),))._buf
+    for r in recorders:
+        if hasattr(r, "note_cut"):
+            r.note_cut(outs)
 
 
 class _Cut:
@@ -55,12 +58,14 @@ class _Cut:
 
     keeps_no_operand = True
 
+    def __init__(self, recorders: Sequence[Any]) -> None:
+        self.recorders = recorders  # that do not record here
+
     def watches(self, x: Array) -> bool:
         return False
 
     def record(self, op: Op, args: Sequence[Any], bufs: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
-        if not op.nondifferentiable:
-            _cut(_traced(outs))
+        _cut(outs, [] if op.nondifferentiable else _traced(outs), self.recorders)
 
 
 class _Asleep:
@@ -99,15 +104,16 @@ class _Asleep:
             return
         traced = _traced(outs)
         watched = any(isinstance(a, Array) and r.watches(a) for a in args for r in self.recorders)
-        if op.nondifferentiable or not (traced or watched):
+        captures = any(hasattr(r, "note_cut") for r in self.recorders)
+        if not (captures or ((traced or watched) and not op.nondifferentiable)):
             return
         frame: Any = sys._getframe(1)
         while frame is not None:
             if id(frame) == self.frame:
-                _cut(traced)
+                _cut(outs, [] if op.nondifferentiable else traced, self.recorders)
                 return
             frame = frame.f_back
-        if not watched:
+        if not watched or op.nondifferentiable:
             return
         self.__exit__()  # who catches the error, with the frame in its traceback, has the thread as it was
         raise GradientError(

@@ -1016,3 +1016,39 @@ def test_what_is_made_inside_is_no_stranger(capsys):
 
     for _ in range(2):
         agree(mt.compile(g), g, "NumPy's")
+
+
+def _written(y, place, value):
+    y[place] = value
+    return y
+
+
+def _without_tape(x):
+    with mt.no_grad():
+        return x.copy()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: mt.sum(x[:3] ** 2),  # of an eighth at most, which is copied
+        lambda x: mt.sum(x[:4][1:3] ** 2),
+        lambda x: mt.sum(mt.unstack(x.reshape(12, 4))[2] ** 2),
+        lambda x: mt.sum(mt.stack(list(x.reshape(12, 4))) ** 2),
+        lambda x: mt.sum(x.reshape(6, 8).T[0] ** 2),
+        lambda x: mt.sum(x[:30].copy() ** 2),  # a view, which is copied
+        lambda x: mt.sum(mt.asarray(x[:3], copy=True) ** 2),
+        lambda x: mt.sum(_written(x[:40].copy(), slice(3), x[3:6]) * x[:40]),
+        lambda x: mt.sum(_written(x[:4], 1, x[7]) * x[:4]),
+        lambda x: mt.sum(mt.stop_gradient(x).copy() * x),
+        lambda x: mt.sum(mt.stop_gradient(x)[:3] * x[:3]),
+        lambda x: mt.sum(mt.stop_gradient(mt.stop_gradient(x).copy()).copy() * x),
+        lambda x: mt.sum(_without_tape(x) * x),
+        lambda x: mt.sum(_without_tape(x[:3]) * x[:3]),
+    ],
+)
+def test_captured_arrays_keep_their_history_through_copies_and_lose_it_where_it_is_cut(f):
+    x, zero = mt.arange(48.0) + 1.0, mt.asarray(0.0)
+    expected = mt.grad(f)(x).tolist()
+    for run in (mt.compile, lambda g: lambda s: mt.scan(lambda s, _: (g(s), None), s, length=1)[0], mt.checkpoint):
+        assert mt.grad(lambda x, run=run: run(lambda s: s + f(x))(zero))(x).tolist() == expected
