@@ -45,7 +45,7 @@ from ..commit.protocol import protocol_of
 from ..format import dtypes
 from ..format.documents import PROGRAM, marked
 from ..readers.safetensors import load_safetensors, save_safetensors
-from ..stores import store
+from ..stores import generations, store
 from ..stores.atomic_directory import resolve, room_for
 from .encode import current, decode, encode, from_json, to_json
 from .memory import most_held
@@ -157,13 +157,19 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
         When a later version of meshtape wrote it; names both versions.
     CorruptCheckpoint
         When it, or a constant, does not fit its checksum.
+    CheckpointReplaced
+        When writers replaced it again and again while it was read.
     ProgramError
         When it is damaged otherwise, or names an op that does not exist here.
     """
-    if isinstance(source, Mapping):
-        where, document = "the document", dict(source)
-    else:
-        where = resolve(store.location(source))
+    return _loaded(dict(source), "the document") if isinstance(source, Mapping) else _read(store.location(source))
+
+
+@generations.once_more
+def _read(given: str) -> LoadedProgram:
+    """The program of a file."""
+    with generations.one():  # a writer replaces the document with, or after, its constants
+        where = resolve(given)
         names.inside(where, PROGRAM, where)
         try:
             data = store.at(where).get(PROGRAM)
@@ -173,6 +179,11 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
             document = strict_json.loads(data)
         except (ValueError, RecursionError) as e:
             raise ProgramError(f"{store.join(where, PROGRAM)} is no JSON document: {e}") from e
+        return _loaded(document, where)
+
+
+def _loaded(document: Any, where: str) -> LoadedProgram:
+    """The program of a document, checked."""
     _check_signature(document, where)
     document = current(document)
     program = from_json(document, _constants(document, where))

@@ -45,8 +45,10 @@ from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import sizes_text
-from ..stores import atomic_directory
+from ..stores import atomic_directory, generations
 from ..stores import store as stores
+from ..stores.contract import recording
+from ..stores.generations import Generation
 from .raw_tensor import RawTensor
 from .reading import run
 
@@ -311,9 +313,10 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
         raise NotACheckpoint(f"{where}: no such file") from None
 
 
+@generations.once_more
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are
-    compared with it.
+    compared with it. Where the file is replaced meanwhile, the read begins anew.
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
@@ -321,8 +324,11 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     >>> load_safetensors(where)
     {'w': array([0, 1, 2])}
     """
-    header, where = read_header(path), stores.location(path)
-    tensors = [header.tensor(where, name) for name in header.tensors]
+    where = stores.location(path)
+    with recording() as tags:
+        header = read_header(where)
+    held = Generation(tags())
+    tensors = [header.tensor(where, name).bound(held) for name in header.tensors]
     out = {t.name: room(t.name, t.shape, t.dtype) for t in tensors}
     run((job for t in tensors for job in t.jobs(Box.whole(t.shape), out[t.name])), stores.holding(where)[0].readers)
     return out
