@@ -21,9 +21,11 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.dtypes import as_dtype, is_low_precision
 from ...arrays.core.errors import (
     CheckpointExists,
+    CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     MeshError,
+    MeshtapeError,
     NotACheckpoint,
     ShardingConflict,
     StoreError,
@@ -33,8 +35,9 @@ from ...arrays.core.op import ShapeDtype
 from ...storage.checkpoint.checkpoint import StoredArray
 from ...storage.commit import directory_commit
 from ...storage.readers import zarr_tensor
-from ...storage.stores import atomic_directory
+from ...storage.stores import atomic_directory, icechunk_store
 from ...storage.stores import store as stores
+from ...storage.stores.generations import Listed, once_more
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
@@ -57,11 +60,17 @@ class Stored:
         """Bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @once_more
     def load(self) -> Array:
-        """The array on the mesh: each rank reads its block, where it is."""
+        """The array on the mesh: each rank reads its block, where it is.
+
+        Where a writer replaces the array meanwhile, the read begins anew. `CheckpointReplaced` where writers do so
+        again and again, or where an array of another shape or dtype is there by now.
+        """
         mesh = self.sharding.mesh
         payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
-        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
+        with one_state([self]):
+            (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
         return x
 
     @property
@@ -91,6 +100,27 @@ class Stored:
         return f"<div><code>{escape(repr(self))}</code>{blocks_html(self.shape, self.sharding)}</div>"
 
 
+@contextmanager
+def one_state(stored: Sequence[Stored]) -> Iterator[None]:
+    """Raise `CheckpointReplaced` where arrays are replaced within the block, in whole or in part, or were before it."""
+    before = [Listed.now(path) for path in dict.fromkeys(stores.location(x.path) for x in stored)]
+    for x in stored:
+        found = _opened(x.path)
+        if (found.shape, as_dtype(found.dtype, "from_zarr")) != (x.shape, x.dtype):
+            raise CheckpointReplaced(
+                f"{x.path} was replaced: it was {x.dtype} of shape {x.shape}; now it is {found.dtype} of shape "
+                f"{found.shape}. Call mt.from_zarr again"
+            )
+    try:
+        yield
+    except MeshtapeError:  # perhaps of what was replaced
+        for generation in before:
+            generation.check()
+        raise
+    for generation in before:
+        generation.check()
+
+
 def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     """An array in a Zarr store, for the ranks of a mesh. Nothing but its metadata is read yet.
 
@@ -107,7 +137,8 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Returns
     -------
     Stored
-        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
+        To be loaded (``.load()``), or worked on block by block by :func:`stream`. Each of these reads one state of the
+        array, or raises `CheckpointReplaced`.
 
     Raises
     ------
@@ -128,6 +159,8 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Array([12., 12.], dtype=float64)
     """
     sharding, path = Sharding(mesh, **placements), stores.location(path)  # workers may be in other folders
+    if path.startswith(f"{icechunk_store.SCHEME}://"):  # all of them read one snapshot
+        path = icechunk_store.pinned(path)
     found = _opened(path)
     shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
     sharding = sharding.check(shape, dtype)
