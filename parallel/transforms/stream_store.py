@@ -32,12 +32,13 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.op import ShapeDtype
-from ...storage.checkpoint.checkpoint import StoredArray
+from ...storage.checkpoint.checkpoint import StoredArray, generation_of
 from ...storage.commit import directory_commit
+from ...storage.loading.open import open_checkpoint
 from ...storage.readers import zarr_tensor
 from ...storage.stores import atomic_directory, icechunk_store
 from ...storage.stores import store as stores
-from ...storage.stores.generations import Listed, once_more
+from ...storage.stores.generations import once_more
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
@@ -103,14 +104,12 @@ class Stored:
 @contextmanager
 def one_state(stored: Sequence[Stored]) -> Iterator[None]:
     """Raise `CheckpointReplaced` where arrays are replaced within the block, in whole or in part, or were before it."""
-    before = [Listed.now(path) for path in dict.fromkeys(stores.location(x.path) for x in stored)]
+    opened = {x.path: open_checkpoint(x.path) for x in stored}
+    before = [generation_of(ckpt) for ckpt in opened.values()]
     for x in stored:
-        found = _opened(x.path)
-        if (found.shape, as_dtype(found.dtype, "from_zarr")) != (x.shape, x.dtype):
-            raise CheckpointReplaced(
-                f"{x.path} was replaced: it was {x.dtype} of shape {x.shape}; now it is {found.dtype} of shape "
-                f"{found.shape}. Call mt.from_zarr again"
-            )
+        now = " and ".join(f"{a.dtype} of shape {a.shape}" for a in opened[x.path].values())
+        if now != (then := f"{x.dtype} of shape {x.shape}"):
+            raise CheckpointReplaced(f"{x.path} was replaced: it was {then}; now it is {now}. Call mt.from_zarr again")
     try:
         yield
     except MeshtapeError:  # perhaps of what was replaced

@@ -477,6 +477,8 @@ def _open_zarr(root: str) -> Checkpoint:
     except Exception as e:
         raise refused(f"{root}: zarr cannot open it: {e}") from e
     versioned = root.startswith(f"{icechunk_store.SCHEME}://")
+    if versioned:
+        icechunk.look_at_files(root)
     if GROUP_ATTRIBUTE in attributes and not versioned:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
