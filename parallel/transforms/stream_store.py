@@ -36,6 +36,7 @@ from ...storage.checkpoint.checkpoint import StoredArray, generation_of
 from ...storage.commit import directory_commit
 from ...storage.loading.open import open_checkpoint
 from ...storage.readers import zarr_tensor
+from ...storage.readers.zarr_tensor import ZarrTensor
 from ...storage.stores import atomic_directory, icechunk_store
 from ...storage.stores import store as stores
 from ...storage.stores.generations import once_more
@@ -338,7 +339,8 @@ def _place(path: str, write: bool = True) -> dict[str, Any]:
 def open_array(path: str, mode: str = "r") -> Any:
     """An existing Zarr array, to be indexed with slices."""
     if mode == "r":
-        return StoredArray((path,), zarr_tensor.open_array(stores.location(path), "").kept())
+        (found,) = open_checkpoint(path).values()
+        return StoredArray((path,), found.tensor.kept()) if isinstance(found.tensor, ZarrTensor) else found
     import zarr
 
     from ...storage.format import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
