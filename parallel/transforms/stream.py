@@ -40,16 +40,7 @@ from ..partition.partition import partition
 from ..partition.rank_program import LocalCall, RankProgram
 from ..partition.streaming_passes import Pass, passes_of
 from ..sharding.placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
-from .stream_store import (
-    PendingStored,
-    Stored,
-    StoreTarget,
-    committed,
-    one_state,
-    open_array,
-    refuse_existing,
-    scratch_room,
-)
+from .stream_store import PendingStored, Stored, StoreTarget, committed, open_array, refuse_existing, scratch_room
 
 MOST_PARTS = 1 << 16
 _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays in memory"
@@ -149,7 +140,7 @@ def stream(
         for path, w, (aval, layout) in zip(paths, written, shapes, strict=True):
             chunks = block_box(layout, last.sizes, aval.shape, 0).shape if w else aval.shape
             targets.append(None if path is None else stack.enter_context(committed(path, aval, chunks)))
-        with one_state(stored):
+        with Stored.in_one_state(stored):
             values = _run_passes(passes, given, program, mesh, parts, targets, room)
         for value, target, w in zip(values, targets, written, strict=True):
             if target is not None and not w:

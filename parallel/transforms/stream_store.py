@@ -20,12 +20,12 @@ from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
 from ...arrays.core.dtypes import as_dtype, is_low_precision
 from ...arrays.core.errors import (
+    CheckpointError,
     CheckpointExists,
     CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     MeshError,
-    MeshtapeError,
     NotACheckpoint,
     ShardingConflict,
     StoreError,
@@ -39,7 +39,7 @@ from ...storage.readers import zarr_tensor
 from ...storage.readers.zarr_tensor import ZarrTensor
 from ...storage.stores import atomic_directory, icechunk_store
 from ...storage.stores import store as stores
-from ...storage.stores.generations import once_more
+from ...storage.stores.generations import JointGeneration, once_more
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
@@ -71,9 +71,24 @@ class Stored:
         """
         mesh = self.sharding.mesh
         payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
-        with one_state([self]):
+        with Stored.in_one_state([self]):
             (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
         return x
+
+    @staticmethod
+    @contextmanager
+    def in_one_state(stored: Sequence[Stored]) -> Iterator[None]:
+        """Raise `CheckpointReplaced` where an array is replaced within the block, even in part, or was before it."""
+        opened = {x.path: open_checkpoint(x.path) for x in stored}
+        before = JointGeneration.of_all(map(generation_of, opened.values()))
+        for x in stored:
+            now = " and ".join(f"{a.dtype} of shape {a.shape}" for a in opened[x.path].values())
+            if now != (then := f"{x.dtype} of shape {x.shape}"):
+                raise CheckpointReplaced(f"{x.path} was {then}, and was replaced by {now}; call mt.from_zarr again")
+        try:
+            yield
+        finally:
+            before.check()
 
     @property
     def ndim(self) -> int:
@@ -100,25 +115,6 @@ class Stored:
 
     def _repr_html_(self) -> str:
         return f"<div><code>{escape(repr(self))}</code>{blocks_html(self.shape, self.sharding)}</div>"
-
-
-@contextmanager
-def one_state(stored: Sequence[Stored]) -> Iterator[None]:
-    """Raise `CheckpointReplaced` where arrays are replaced within the block, in whole or in part, or were before it."""
-    opened = {x.path: open_checkpoint(x.path) for x in stored}
-    before = [generation_of(ckpt) for ckpt in opened.values()]
-    for x in stored:
-        now = " and ".join(f"{a.dtype} of shape {a.shape}" for a in opened[x.path].values())
-        if now != (then := f"{x.dtype} of shape {x.shape}"):
-            raise CheckpointReplaced(f"{x.path} was replaced: it was {then}; now it is {now}. Call mt.from_zarr again")
-    try:
-        yield
-    except MeshtapeError:  # perhaps of what was replaced
-        for generation in before:
-            generation.check()
-        raise
-    for generation in before:
-        generation.check()
 
 
 def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
@@ -308,24 +304,14 @@ def _opened(path: str) -> Any:
     try:
         return zarr_tensor.open_array(stores.location(path), "")
     except (IncompleteCheckpoint, CorruptCheckpoint) as e:
-        names = _arrays_of_group(path)
-        if names is not None:
-            raise MeshError(
-                f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
-            ) from e
+        with contextlib.suppress(CheckpointError):
+            names = ", ".join(open_checkpoint(path)) or "none"
+            raise MeshError(f"[from_zarr] {path} is a group, not an array; its arrays are {names}") from e
         if isinstance(e, IncompleteCheckpoint):
             raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
         # A client's error text on a URL may hold a signature.
         why = type(e.__cause__).__name__ if stores.is_url(path) else e.__cause__ or e
         raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
-
-
-def _arrays_of_group(path: str) -> list[str] | None:
-    """Names of the arrays right in a group; None where there is none."""
-    try:
-        return sorted(open_group(path, "r").array_keys())
-    except Exception:
-        return None
 
 
 # ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it --------------------------------
@@ -339,8 +325,8 @@ def _place(path: str, write: bool = True) -> dict[str, Any]:
 def open_array(path: str, mode: str = "r") -> Any:
     """An existing Zarr array, to be indexed with slices."""
     if mode == "r":
-        (found,) = open_checkpoint(path).values()
-        return StoredArray((path,), found.tensor.kept()) if isinstance(found.tensor, ZarrTensor) else found
+        found = zarr_tensor.open_array(stores.location(path), "")
+        return StoredArray((path,), found.kept() if isinstance(found, ZarrTensor) else found)
     import zarr
 
     from ...storage.format import zarr_dtypes  # noqa: F401  # the small floats are registered by the import

@@ -4,6 +4,7 @@ hierarchies that they are."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import warnings
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.errors import IncompleteCheckpoint, StoreError, UnsupportedVersion
-from ...arrays.core.formatting import count
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..base.malformed import malformed
@@ -72,25 +72,18 @@ def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, s
 
 def look_at_files(root: str) -> None:
     """Look at the files behind virtual chunks, so that a generation has their tags: a reference need not have any.
-
-    Warns where there are too many for every read to look at them, or a store does not tell.
-    """
+    Warns where there are too many for every read to look at them."""
     files = icechunk_store.virtual_files(root)
-    unknown = 0
     if sum(_REQUEST if stores.is_url(f) else 1 for f in files) > _MOST:
-        files, unknown = [], len(files)
-    for file in files:
-        store, name = stores.holding(file)
-        try:
-            store.tag(name)
-        except StoreError:
-            unknown += 1
-    if unknown:
         warnings.warn(
-            f"{root} refers to {count(unknown, 'file')} whose versions are not compared: one that is replaced while it "
-            "is read is noticed only where its references have a time or an ETag",
+            f"{root} refers to {len(files)} files, too many to compare their versions at each read: one that is "
+            "replaced meanwhile is noticed only where its references have a time or an ETag",
             stacklevel=6,
         )
+        return
+    for store, name in map(stores.holding, files):
+        with contextlib.suppress(StoreError):  # reads of it will say so
+            store.tag(name)
 
 
 def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:

@@ -29,16 +29,22 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
 from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
-from ..format import documents, manifest, tensor_sums
+from ..format import documents, dtypes, manifest, tensor_sums
+from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
-from ..format.zarr_format import GROUP_ATTRIBUTE
-from ..readers.tensor import StoredTensor
+from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE, described
+from ..readers import safetensors
+from ..readers.compressed import CompressedTensor
+from ..readers.dual_tensor import DualTensor
+from ..readers.packed import PackedBlocks
+from ..readers.raw_tensor import PackedTensor, RawTensor
+from ..readers.tensor import ChunkedTensor, StoredTensor
 from ..readers.zarr_tensor import of_array, open_array, refused, root_key, zarr_place
 from ..stores import atomic_directory, generations, icechunk_store
 from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
-from . import deltas, tensors_of
+from . import deltas
 
 OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 """Files that rooms above this one open, by the 24 bytes with which they begin."""
@@ -269,7 +275,7 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        stored = tensors_of.entry(root, e, m.sums, verify)
+        stored = _tensor(root, e, m.sums, verify)
         found = arrays[e.name] = StoredArray(e.path, stored, text, mesh, placements, e.name)
         if base is not None and m.base is not None and e.delta:
             of = deltas.base_of(base, e.name, e.shape, e.dtype)
@@ -307,7 +313,68 @@ def _open_base(root: str, base: manifest.Base, verify: bool) -> Checkpoint:
     return _from_manifest(where, found, verify)
 
 
+def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
+    """The array of an entry, whose list of objects is checked only when it is read."""
+    held = (root, e.name, deltas.unsigned(e.dtype) if e.delta else e.dtype, e.grid, e, verify)
+    if e.packs is not None:
+        return PackedBlocks(*held)
+    sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
+    if e.dual:
+        return DualTensor(*held, sums)
+    if e.compression is not None:
+        return CompressedTensor(*held, sums, compression=e.compression)
+    return ChunkedTensor(*held, sums)
+
+
 # ----- others' --------------------------------------------------------------------------------------------------------
+
+
+def _raw_tensors(
+    path: str, verify: bool, listed: str | None = None
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
+    """The tensors of a file, its metadata, and the attributes of the Zarr group that it was. ``listed``: the checksums
+    that an index has for it."""
+    header = safetensors.read_header(path, verify=verify)
+    sums = header.sums or {}
+    if listed is not None and verify:
+        try:
+            head, *held = tensor_sums.values(listed, 1 + len(header.tensors))
+            if head != header.sum or (sums and held != list(sums.values())):
+                raise ValueError("its checksums are not those of the index: it is of another save")
+        except ValueError as e:
+            raise CorruptCheckpoint(f"{path}: {e}") from None
+        sums = dict(zip(header.tensors, held, strict=True))
+    said = _said(path, header.metadata.pop(safetensors.ATTRIBUTES, None))
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(header.tensors):
+        t = header.tensors[name]
+        if name == DUAL_INDEX and t.dtype == "U8" and len(header.tensors) == 2:
+            continue  # of the layout "dual", for readers of Zarr alone
+        row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
+        if row.dtype is not None:
+            given = said.get(name)
+            text = (
+                "" if given is None else described(given.get("attributes"), given.get("dimension_names"), len(t.shape))
+            )
+            held = (path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+            tensors[name] = RawTensor(*held, said=text)
+        else:
+            held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name))
+            tensors[name] = PackedTensor(*held, nbytes=t.nbytes)
+    group = said.get("", {}).get("attributes")
+    return tensors, header.metadata, group if isinstance(group, dict) else {}
+
+
+def _said(path: str, text: str | None) -> dict[str, dict[str, Any]]:
+    """Attributes by other writers that an export has carried along, by name."""
+    try:
+        said = {} if text is None else strict_json.loads(text)
+        if not isinstance(said, dict) or not all(isinstance(v, dict) for v in said.values()):
+            raise ValueError("it is no object of objects")
+        return said
+    except (ValueError, RecursionError) as e:
+        warnings.warn(f"{path}: its entry {safetensors.ATTRIBUTES!r} cannot be read: {e}", stacklevel=6)
+        return {}
 
 
 def _open_file(path: str, verify: bool) -> Checkpoint:
@@ -332,7 +399,7 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    tensors, metadata, group = tensors_of.file(path, verify)
+    tensors, metadata, group = _raw_tensors(path, verify)
     return flat(path, "safetensors", tensors, group or metadata, group=group)
 
 
@@ -363,7 +430,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     unlisted: dict[str, str] = {}
     for file in files:
         if file.endswith(".safetensors"):
-            tensors, _, group = tensors_of.file(stores.join(root, file), verify, sums.get(file))
+            tensors, _, group = _raw_tensors(stores.join(root, file), verify, sums.get(file))
         else:
             tensors = {n: a.tensor for n, a in _open_file(stores.join(root, file), verify).arrays.items()}
         unlisted |= dict.fromkeys(tensors.keys() - weight_map.keys(), f"{file} holds it, and {index} does not list it")
@@ -407,12 +474,15 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
                 raise
             node = zarr.open_group(store, path=place, mode="r", use_consolidated=False)
         attributes = dict(node.attrs)
+    except StoreError:  # nothing is known of what is there
+        raise
     except Exception as e:
         raise refused(f"{root}: zarr cannot open it: {e}") from e
     versioned = root.startswith(f"{icechunk_store.SCHEME}://")
     if versioned:
         icechunk.look_at_files(root)
-    if GROUP_ATTRIBUTE in attributes and not versioned:
+    ours = GROUP_ATTRIBUTE in attributes and isinstance(node, zarr.Group)  # of an array it says the true dtype
+    if ours and not versioned:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
             "lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs "
@@ -429,12 +499,11 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
             found = dict.fromkeys(_nodes(stores.at(root)))  # one at a time
         for name, a in sorted(found.items()):
             if not isinstance(a, zarr.Group):
-                place, key = stores.join(root, name) if name else root, name or root_key(root)
                 try:
-                    dual = None if a is None or versioned else tensors_of.dual_folder(place, key, a, verify)
-                    tensors[key] = dual or (open_array(root, name) if a is None else of_array(root, name, a))
+                    tensor = open_array(root, name) if a is None else of_array(root, name, a, verify)
+                    tensors[name or root_key(root)] = tensor
                 except CheckpointDTypeError as e:
-                    skipped[key] = str(e)
+                    skipped[name or root_key(root)] = str(e)
         # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
@@ -450,4 +519,4 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
     ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
-    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt
+    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if ours else ckpt

@@ -141,6 +141,8 @@ def program_document(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {**document, "crc32c": _sum_of(document)}
 
 
+@generations.once_more
+@generations.one()
 def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedProgram:
     """The function that `save_program` wrote, or that a document of `program_document` holds.
 
@@ -162,14 +164,10 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
     ProgramError
         When it is damaged otherwise, or names an op that does not exist here.
     """
-    return _loaded(dict(source), "the document") if isinstance(source, Mapping) else _read(store.location(source))
-
-
-@generations.once_more
-def _read(given: str) -> LoadedProgram:
-    """The program of a file."""
-    with generations.one():  # a writer replaces the document with, or after, its constants
-        where = resolve(given)
+    if isinstance(source, Mapping):
+        where, document = "the document", dict(source)
+    else:
+        where = resolve(store.location(source))
         names.inside(where, PROGRAM, where)
         try:
             data = store.at(where).get(PROGRAM)
@@ -179,11 +177,6 @@ def _read(given: str) -> LoadedProgram:
             document = strict_json.loads(data)
         except (ValueError, RecursionError) as e:
             raise ProgramError(f"{store.join(where, PROGRAM)} is no JSON document: {e}") from e
-        return _loaded(document, where)
-
-
-def _loaded(document: Any, where: str) -> LoadedProgram:
-    """The program of a document, checked."""
     _check_signature(document, where)
     document = current(document)
     program = from_json(document, _constants(document, where))

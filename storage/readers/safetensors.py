@@ -47,8 +47,6 @@ from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import sizes_text
 from ..stores import atomic_directory, generations
 from ..stores import store as stores
-from ..stores.contract import recording
-from ..stores.generations import Generation
 from .raw_tensor import RawTensor
 from .reading import run
 
@@ -314,6 +312,7 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
 
 
 @generations.once_more
+@generations.one()
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are
     compared with it. Where the file is replaced meanwhile, the read begins anew.
@@ -324,11 +323,8 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     >>> load_safetensors(where)
     {'w': array([0, 1, 2])}
     """
-    where = stores.location(path)
-    with recording() as tags:
-        header = read_header(where)
-    held = Generation(tags())
-    tensors = [header.tensor(where, name).bound(held) for name in header.tensors]
+    header, where = read_header(path), stores.location(path)
+    tensors = [header.tensor(where, name) for name in header.tensors]
     out = {t.name: room(t.name, t.shape, t.dtype) for t in tensors}
     run((job for t in tensors for job in t.jobs(Box.whole(t.shape), out[t.name])), stores.holding(where)[0].readers)
     return out

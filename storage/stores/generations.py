@@ -44,8 +44,8 @@ def once_more(read: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def one() -> Iterator[None]:
-    """Raise `CheckpointReplaced`, whatever else went wrong, where a file that was read within the block is another at
-    its end."""
+    """Raise `CheckpointReplaced`, whatever else went wrong, where a file that this thread has read within the block, or
+    the function, is another at its end."""
     with recording() as tags:
         try:
             yield

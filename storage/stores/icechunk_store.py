@@ -220,19 +220,19 @@ def _snapshot(place: str, snapshot: str) -> Any:
 def virtual_files(root: str) -> list[str]:
     """Locations of the files behind the virtual chunks of a snapshot, of those that its location allows."""
     place, snapshot, _ = divide(root)
-    allowed = unquote(place.partition(VIRTUAL)[2])
-    if not allowed:
+    prefixes = list(filter(None, unquote(place.partition(VIRTUAL)[2]).split(",")))
+    if not prefixes:
         return []
     with asked(root, "its virtual chunks"):
         session = repository(place).readonly_session(snapshot_id=snapshot)
-        named = sorted(map(unquote, set(session.all_virtual_chunk_locations())))
+        named = set(map(unquote, session.all_virtual_chunk_locations()))
     found = []
-    for given in allowed.split(","):
+    for given in prefixes:
         scheme, _, rest = given.partition("://")
         authority, slash, below = rest.partition("/")
-        prefix = f"{scheme}://{url_options.divide(authority)[0]}{slash}{below}"
-        held = [given + url.removeprefix(prefix) for url in named if url.startswith(prefix) and "/../" not in url]
-        found += [url.removeprefix("file://") for url in held]
+        plain = f"{scheme}://{url_options.divide(authority)[0]}{slash}{below}"
+        urls = sorted(url for url in named if url.startswith(plain) and "/../" not in url)
+        found += [f"{given}{url.removeprefix(plain)}".removeprefix("file://") for url in urls]
     return found
 
 

@@ -341,5 +341,5 @@ def test_an_array_of_another_shape_by_now_is_told(replacing, puts):
     x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
     puts(path, 1, rows=16)
     for read in (x.load, lambda: mt.stream(mt.sum, x)):
-        with pytest.raises(errors.CheckpointReplaced, match=r"now it is float32 of shape \(16, 3\)"):
+        with pytest.raises(errors.CheckpointReplaced, match=r"was replaced by float32 of shape \(16, 3\)"):
             read()

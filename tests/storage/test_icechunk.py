@@ -570,7 +570,7 @@ def test_an_object_behind_references_without_an_etag(ice, s3, tmp_path):
 
 def test_files_that_no_read_compares_are_told(untimed, monkeypatch):
     monkeypatch.setattr(icechunk, "_MOST", 0)
-    with pytest.warns(UserWarning, match="refers to 1 file whose versions are not compared"):
+    with pytest.warns(UserWarning, match="refers to 1 files, too many to compare"):
         open_checkpoint(untimed[0])
 
 
