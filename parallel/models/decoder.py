@@ -19,7 +19,9 @@ from ...arrays.ops.creation import asarray, ones
 from ...arrays.ops.manipulation import astype, matrix_transpose
 from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
-from ...storage import load
+from ...storage import load, open_checkpoint
+from ...storage.checkpoint.checkpoint import Checkpoint
+from ...storage.stores.generations import once_more
 from ..transforms.ring_attention import ring_attention
 from . import huggingface, moe
 from .decoder_families import FAMILIES, rules
@@ -128,13 +130,13 @@ class Config:
         return self.width // self.heads
 
     @classmethod
-    def from_huggingface(cls, path: str | Path, *, max_length: int | None = None) -> Config:
+    def from_huggingface(cls, path: str | Path | Checkpoint, *, max_length: int | None = None) -> Config:
         """From the ``config.json`` of a Llama, Mistral or Mixtral model.
 
         Parameters
         ----------
         path
-            Of the file.
+            Of the file; or an open checkpoint that has one beside its arrays.
         max_length
             The longest sequence, where it is to be less than the model's: no longer than Mistral's sliding window, for
             example.
@@ -428,6 +430,7 @@ def shapes(config: Config) -> Any:
     return whole if c.tied else whole | {"head": (c.width, c.vocab)}
 
 
+@once_more
 def from_pretrained(
     directory: str | Path,
     mesh: Any = None,
@@ -443,9 +446,7 @@ def from_pretrained(
     With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; weights that it
     cannot hold are a `Lossy` unless ``allow_overflow``. See also :meth:`Config.from_huggingface`.
     """
-    directory = Path(directory)
-    config = Config.from_huggingface(directory / "config.json", max_length=max_length)
+    held = open_checkpoint(directory)
+    config = Config.from_huggingface(held, max_length=max_length)
     like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS), dtype)
-    single = directory / "model.safetensors"
-    held = single if single.exists() else directory
     return load(held, like=like, rules=rules(config), cast=True, allow_overflow=allow_overflow), config

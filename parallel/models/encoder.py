@@ -21,7 +21,9 @@ from ...arrays.ops.elementwise import maximum, where
 from ...arrays.ops.manipulation import astype, expand_dims
 from ...arrays.reductions.reductions import sum as sum_
 from ...autodiff import checkpoint
-from ...storage import Rules, load
+from ...storage import Rules, load, open_checkpoint
+from ...storage.checkpoint.checkpoint import Checkpoint
+from ...storage.stores.generations import once_more
 from . import huggingface
 from .layers import (
     Keys,
@@ -110,9 +112,9 @@ class Config:
         return self.width // self.heads
 
     @classmethod
-    def from_huggingface(cls, path: str | Path) -> Config:
-        """From the ``config.json`` of a BERT model. Raises :class:`UnsupportedModel` where it is of another kind; names
-        each field."""
+    def from_huggingface(cls, path: str | Path | Checkpoint) -> Config:
+        """From the ``config.json`` of a BERT model, or the open checkpoint that it lies in. Raises
+        :class:`UnsupportedModel` where it is of another kind; names each field."""
         c = huggingface.read(path, FAMILIES)
         sizes = {ours: c[theirs] for ours, theirs in huggingface.SIZES.items()}
         return cls(**sizes, types=c["type_vocab_size"], eps=c["layer_norm_eps"])
@@ -402,15 +404,16 @@ def rules(config: Config | None = None) -> Rules:
     return Rules("\n".join(lines))
 
 
+@once_more
 def from_pretrained(directory: str | Path, mesh: Any = None, plan: str | Plan = "dp") -> tuple[dict[str, Any], Config]:
     """Parameters and sizes of a BERT model in a Hugging Face directory (``config.json`` and ``model.safetensors``).
 
     With a mesh each rank reads its own blocks, as the plan says.
     """
-    directory = Path(directory)
-    config = Config.from_huggingface(directory / "config.json")
+    held = open_checkpoint(directory)
+    config = Config.from_huggingface(held)
     like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS))
-    return load(directory / "model.safetensors", like=like, rules=rules(config)), config
+    return load(held, like=like, rules=rules(config)), config
 
 
 def shapes(config: Config) -> Any:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...arrays.core.errors import UnsupportedModel
+from ...arrays.core.errors import NotACheckpoint, UnsupportedModel
+from ...storage.base.locations import join
+from ...storage.checkpoint.checkpoint import Checkpoint
 from .layers import RopeScaling
 
 SIZES = {
@@ -94,18 +96,28 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def read(path: str | Path, families: Mapping[str, Family], *, max_length: int | None = None) -> dict[str, Any]:
+def read(
+    source: str | Path | Checkpoint, families: Mapping[str, Family], *, max_length: int | None = None
+) -> dict[str, Any]:
     """The fields that a model reads, with ``rope`` and ``max_position_embeddings`` worked out.
+
+    ``source``: a ``config.json``, or the checkpoint that has one beside its arrays.
 
     Raises
     ------
     UnsupportedModel
         Where a field has a value that the model here does not honour; names all of them.
     """
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UnsupportedModel(f"{path} is no JSON: {e}") from e
+    path = source
+    if isinstance(source, Checkpoint):
+        path, given = join(source.path, "config.json"), source.documents.get("config")
+        if given is None:
+            raise NotACheckpoint(f"{source.path} has no config.json, which says what its model is")
+    else:
+        try:
+            given = json.loads(Path(source).read_text(encoding="utf-8"))
+        except ValueError as e:
+            raise UnsupportedModel(f"{path} is no JSON: {e}") from e
     if not isinstance(given, dict):
         raise UnsupportedModel(f"{path} is no config.json of a model: it holds a {type(given).__name__}")
     kind = given.get("model_type", "bert" if "bert" in families else None)

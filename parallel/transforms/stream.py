@@ -93,6 +93,8 @@ def stream(
         has no place to go; the message shows the step, and a remedy.
     CheckpointExists
         Where something is already at a path of ``to``.
+    CheckpointReplaced
+        Where a writer replaced one of the stored arrays meanwhile, or a part of it.
     StorageFull, StoreError
         Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. A killed process
         may leave files, but no array: ``mt.storage.leftovers`` lists them, and the next call removes them; in an object
@@ -138,7 +140,8 @@ def stream(
         for path, w, (aval, layout) in zip(paths, written, shapes, strict=True):
             chunks = block_box(layout, last.sizes, aval.shape, 0).shape if w else aval.shape
             targets.append(None if path is None else stack.enter_context(committed(path, aval, chunks)))
-        values = _run_passes(passes, given, program, mesh, parts, targets, room)
+        with Stored.in_one_state(stored):
+            values = _run_passes(passes, given, program, mesh, parts, targets, room)
         for value, target, w in zip(values, targets, written, strict=True):
             if target is not None and not w:
                 target.open()[...] = value.astype(target.dtype, copy=False)

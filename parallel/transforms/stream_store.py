@@ -20,7 +20,9 @@ from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
 from ...arrays.core.dtypes import as_dtype, is_low_precision
 from ...arrays.core.errors import (
+    CheckpointError,
     CheckpointExists,
+    CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     MeshError,
@@ -30,11 +32,14 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.op import ShapeDtype
-from ...storage.checkpoint.checkpoint import StoredArray
+from ...storage.checkpoint.checkpoint import StoredArray, generation_of
 from ...storage.commit import directory_commit
+from ...storage.loading.open import open_checkpoint
 from ...storage.readers import zarr_tensor
-from ...storage.stores import atomic_directory
+from ...storage.readers.zarr_tensor import ZarrTensor
+from ...storage.stores import atomic_directory, icechunk_store
 from ...storage.stores import store as stores
+from ...storage.stores.generations import JointGeneration, once_more
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
 from ..mesh.mesh import Mesh
@@ -57,12 +62,33 @@ class Stored:
         """Bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @once_more
     def load(self) -> Array:
-        """The array on the mesh: each rank reads its block, where it is."""
+        """The array on the mesh: each rank reads its block, where it is.
+
+        Where a writer replaces the array meanwhile, the read begins anew. `CheckpointReplaced` where writers do so
+        again and again, or where an array of another shape or dtype is there by now.
+        """
         mesh = self.sharding.mesh
         payloads = {r: (self.path, self.sharding.box(self.shape, r)) for r in range(mesh.size)}
-        (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
+        with Stored.in_one_state([self]):
+            (x,) = mesh.create(_read_blocks, payloads, [(self.shape, self.dtype, self.sharding)])
         return x
+
+    @staticmethod
+    @contextmanager
+    def in_one_state(stored: Sequence[Stored]) -> Iterator[None]:
+        """Raise `CheckpointReplaced` where an array is replaced within the block, even in part, or was before it."""
+        opened = {x.path: open_checkpoint(x.path) for x in stored}
+        before = JointGeneration.of_all(map(generation_of, opened.values()))
+        for x in stored:
+            now = " and ".join(f"{a.dtype} of shape {a.shape}" for a in opened[x.path].values())
+            if now != (then := f"{x.dtype} of shape {x.shape}"):
+                raise CheckpointReplaced(f"{x.path} was {then}, and was replaced by {now}; call mt.from_zarr again")
+        try:
+            yield
+        finally:
+            before.check()
 
     @property
     def ndim(self) -> int:
@@ -107,7 +133,8 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Returns
     -------
     Stored
-        To be loaded (``.load()``), or worked on block by block by :func:`stream`.
+        To be loaded (``.load()``), or worked on block by block by :func:`stream`. Each of these reads one state of the
+        array, or raises `CheckpointReplaced`.
 
     Raises
     ------
@@ -128,6 +155,8 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Array([12., 12.], dtype=float64)
     """
     sharding, path = Sharding(mesh, **placements), stores.location(path)  # workers may be in other folders
+    if path.startswith(f"{icechunk_store.SCHEME}://"):  # all of them read one snapshot
+        path = icechunk_store.pinned(path)
     found = _opened(path)
     shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
     sharding = sharding.check(shape, dtype)
@@ -275,24 +304,14 @@ def _opened(path: str) -> Any:
     try:
         return zarr_tensor.open_array(stores.location(path), "")
     except (IncompleteCheckpoint, CorruptCheckpoint) as e:
-        names = _arrays_of_group(path)
-        if names is not None:
-            raise MeshError(
-                f"[from_zarr] {path} is a group, not an array; its arrays are {', '.join(names) or 'none'}"
-            ) from e
+        with contextlib.suppress(CheckpointError):
+            names = ", ".join(open_checkpoint(path)) or "none"
+            raise MeshError(f"[from_zarr] {path} is a group, not an array; its arrays are {names}") from e
         if isinstance(e, IncompleteCheckpoint):
             raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
         # A client's error text on a URL may hold a signature.
         why = type(e.__cause__).__name__ if stores.is_url(path) else e.__cause__ or e
         raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
-
-
-def _arrays_of_group(path: str) -> list[str] | None:
-    """Names of the arrays right in a group; None where there is none."""
-    try:
-        return sorted(open_group(path, "r").array_keys())
-    except Exception:
-        return None
 
 
 # ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it --------------------------------
@@ -306,7 +325,8 @@ def _place(path: str, write: bool = True) -> dict[str, Any]:
 def open_array(path: str, mode: str = "r") -> Any:
     """An existing Zarr array, to be indexed with slices."""
     if mode == "r":
-        return StoredArray((path,), zarr_tensor.open_array(stores.location(path), "").kept())
+        found = zarr_tensor.open_array(stores.location(path), "")
+        return StoredArray((path,), found.kept() if isinstance(found, ZarrTensor) else found)
     import zarr
 
     from ...storage.format import zarr_dtypes  # noqa: F401  # the small floats are registered by the import

@@ -28,7 +28,7 @@ from ..format import manifest
 from ..format.compression import Codec, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
-from ..stores import store
+from ..stores import icechunk_store, store
 from ..stores.generations import NONE, Generation, JointGeneration, Listed
 
 FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # kinds whose opening reads a part of every file
@@ -347,7 +347,8 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     apart = (f"{inner}/", f"{inner}.") if inner not in ("", target) else ()
     if isinstance(held := ckpt.generation, Listed):
         return replace(held, apart=apart)
-    if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES:
+    virtual = bool(held.tags) and ckpt.path.startswith(f"{icechunk_store.SCHEME}://")  # a snapshot itself stays
+    if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held
     listed = Listed.now(ckpt.path, apart=apart)
     return held if listed is NONE else listed

@@ -4,14 +4,16 @@ hierarchies that they are."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ...arrays.core.errors import IncompleteCheckpoint, UnsupportedVersion
+from ...arrays.core.errors import IncompleteCheckpoint, StoreError, UnsupportedVersion
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..base.malformed import malformed
@@ -23,6 +25,11 @@ from ..format.chunk_grid import ChunkGrid, slashed_key
 from ..format.stored_objects import StoredObject
 from ..readers.reading import opened
 from ..readers.tensor import ChunkedTensor
+from ..stores import icechunk_store
+from ..stores import store as stores
+
+_MOST = 1 << 12  # files behind virtual chunks that each read looks at
+_REQUEST = 64  # of them, as long as one in a bucket takes
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +68,22 @@ def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, s
         for c, value in zip(grid.shards(), held.tolist(), strict=True)
     }
     return IcechunkTensor(root, name, dtype, grid, objects, node=node)
+
+
+def look_at_files(root: str) -> None:
+    """Look at the files behind virtual chunks, so that a generation has their tags: a reference need not have any.
+    Warns where there are too many for every read to look at them."""
+    files = icechunk_store.virtual_files(root)
+    if sum(_REQUEST if stores.is_url(f) else 1 for f in files) > _MOST:
+        warnings.warn(
+            f"{root} refers to {len(files)} files, too many to compare their versions at each read: one that is "
+            "replaced meanwhile is noticed only where its references have a time or an ETag",
+            stacklevel=6,
+        )
+        return
+    for store, name in map(stores.holding, files):
+        with contextlib.suppress(StoreError):  # reads of it will say so
+            store.tag(name)
 
 
 def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:

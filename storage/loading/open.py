@@ -134,7 +134,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
 def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
     if root.startswith(f"{icechunk_store.SCHEME}://"):
-        return _open_zarr(icechunk_store.pinned(root))
+        return _open_zarr(icechunk_store.pinned(root), verify)
     if stores.is_url(root):
         if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth", ".json")):
             try:
@@ -167,7 +167,7 @@ def _open(given: str, verify: bool) -> Checkpoint:
     if store.size(HF_SINGLE) is not None:
         return _open_single(root, HF_SINGLE, verify)
     if any(store.size(n) is not None for n in _ZARR):
-        return _open_zarr(root)
+        return _open_zarr(root, verify)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root, verify)
     if store.size(orbax.FILE) is not None:
@@ -460,7 +460,7 @@ def _nodes(store: Store) -> Iterator[str]:
             yield folder
 
 
-def _open_zarr(root: str) -> Checkpoint:
+def _open_zarr(root: str, verify: bool) -> Checkpoint:
     from ..format.zarr_dtypes import zarr
 
     # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
@@ -474,10 +474,15 @@ def _open_zarr(root: str) -> Checkpoint:
                 raise
             node = zarr.open_group(store, path=place, mode="r", use_consolidated=False)
         attributes = dict(node.attrs)
+    except StoreError:  # nothing is known of what is there
+        raise
     except Exception as e:
         raise refused(f"{root}: zarr cannot open it: {e}") from e
     versioned = root.startswith(f"{icechunk_store.SCHEME}://")
-    if GROUP_ATTRIBUTE in attributes and not versioned:
+    if versioned:
+        icechunk.look_at_files(root)
+    ours = GROUP_ATTRIBUTE in attributes and isinstance(node, zarr.Group)  # of an array it says the true dtype
+    if ours and not versioned:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
             "lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs "
@@ -495,7 +500,8 @@ def _open_zarr(root: str) -> Checkpoint:
         for name, a in sorted(found.items()):
             if not isinstance(a, zarr.Group):
                 try:
-                    tensors[name or root_key(root)] = open_array(root, name) if a is None else of_array(root, name, a)
+                    tensor = open_array(root, name) if a is None else of_array(root, name, a, verify)
+                    tensors[name or root_key(root)] = tensor
                 except CheckpointDTypeError as e:
                     skipped[name or root_key(root)] = str(e)
         # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
@@ -513,4 +519,4 @@ def _open_zarr(root: str) -> Checkpoint:
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
     ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
-    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt
+    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if ours else ckpt

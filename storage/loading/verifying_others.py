@@ -11,7 +11,11 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..foreign.icechunk import IcechunkTensor
 from ..format.documents import Documents
+from ..format.zarr_format import DUAL_INDEX
+from ..readers.dual_tensor import DualTensor
+from ..readers.raw_tensor import RawTensor
 from ..readers.reading import run
+from ..readers.safetensors import read_header
 from ..readers.zarr_tensor import GridTensor
 from ..stores import store
 from .read_ahead import reading_ahead
@@ -39,6 +43,13 @@ def refuse(path: str, faults: list[str], what: str) -> None:
         raise CorruptCheckpoint(f"{path}: {len(faults)} damaged {what}:\n  {shown}")
 
 
+def _of_indexes(tensors: Iterable[Any]) -> list[Callable[[], int]]:
+    """Checks of the Zarr index in each file of layout "dual", which is no array of the checkpoint."""
+    raw = {t.path: t for t in tensors if isinstance(t, RawTensor)}
+    found = [(t, header) for t in raw.values() if DUAL_INDEX in (header := read_header(t.path)).tensors]
+    return [header.tensor(t.path, DUAL_INDEX).bound(t.generation).verify for t, header in found if header.sums]
+
+
 def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[set[str], int]:
     """(names of files below ``root``, bytes) that were compared with their checksums.
 
@@ -52,7 +63,7 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
         for t in tensors:
             if isinstance(t, GridTensor):
                 replace(t, missing="error").check()
-            elif isinstance(t, IcechunkTensor):
+            elif isinstance(t, (IcechunkTensor, DualTensor)):
                 t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors) and not lenient:
@@ -61,9 +72,11 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
         )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
     held = [t for t in tensors if t not in bare] if bare else tensors
-    work: list[Callable[[], int]] = []
+    work: list[Callable[[], int]] = _of_indexes(held)
     for t in held:
-        work += [partial(t.verify_chunk, c) for c in t.objects] if isinstance(t, IcechunkTensor) else [t.verify]
+        chunked = isinstance(t, (IcechunkTensor, DualTensor))
+        work += [partial(t.verify_chunk, c) for c in t.objects] if chunked else [t.verify]
+        work += [lambda t=t: len(t.said)] if isinstance(t, DualTensor) else []  # which is compared
     nbytes = run(noting(faults, work), max((t.readers for t in held), default=1))
     refuse(ckpt.path, faults, "tensors or documents")
     if bare and not lenient:

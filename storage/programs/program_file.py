@@ -45,7 +45,7 @@ from ..commit.protocol import protocol_of
 from ..format import dtypes
 from ..format.documents import PROGRAM, marked
 from ..readers.safetensors import load_safetensors, save_safetensors
-from ..stores import store
+from ..stores import generations, store
 from ..stores.atomic_directory import resolve, room_for
 from .encode import current, decode, encode, from_json, to_json
 from .memory import most_held
@@ -141,6 +141,8 @@ def program_document(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {**document, "crc32c": _sum_of(document)}
 
 
+@generations.once_more
+@generations.one()
 def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedProgram:
     """The function that `save_program` wrote, or that a document of `program_document` holds.
 
@@ -157,6 +159,8 @@ def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedPr
         When a later version of meshtape wrote it; names both versions.
     CorruptCheckpoint
         When it, or a constant, does not fit its checksum.
+    CheckpointReplaced
+        When writers replaced it again and again while it was read.
     ProgramError
         When it is damaged otherwise, or names an op that does not exist here.
     """

@@ -15,8 +15,9 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
+from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, index_text
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, read
 from ..format.zarr_format import dual_shard
 from ..stores import store
 from ..stores.contract import Store
@@ -32,6 +33,17 @@ class DualTensor(ChunkedTensor):
     """An array of layout "dual". A chunk is compared with its checksum in the manifest: none lies beside it."""
 
     beside: ClassVar[int] = 0
+    summed: ClassVar[bool] = True
+
+    @property
+    def files(self) -> set[str]:
+        return {store.join(self.root, self.directory, "zarr.json"), *map(self.path, self.objects)}
+
+    def verify_chunk(self, coord: Coord) -> int:
+        """Compare every byte of a file; returns their number."""
+        if faults := list(self.faults(coord)):
+            raise CorruptCheckpoint("; ".join(faults))
+        return self.objects[coord].nbytes
 
     @property
     def how(self) -> str:
@@ -76,6 +88,18 @@ class DualTensor(ChunkedTensor):
                 yield f"{path} (key {self.name!r}): its safetensors header is damaged; the values may be whole"
             if taken(len(shard.tail), stored.start + shard.rows).tobytes() != shard.tail:
                 yield f"{path} (key {self.name!r}): its Zarr index is damaged; the values may be whole"
+
+
+def at_folder(root: str, verify: bool) -> DualTensor | None:
+    """The array of layout "dual" whose folder that is, by the manifest beside; None where that has none there."""
+    above, directory = store.split(root)
+    if not directory or (m := read(above)) is None:
+        return None
+    for e in m.arrays:
+        if e.dual and e.directory == directory:
+            sums = None if e.sums is None else StoredSums(above, m.sums or "", e.sums, e.grid, e.name)
+            return DualTensor(above, e.name, e.dtype, e.grid, e, verify, sums)
+    return None
 
 
 class HuggingFaceForm(NamedTuple):

@@ -211,7 +211,7 @@ class RawTensor:
     def damaged(self) -> CorruptCheckpoint:
         return CorruptCheckpoint(
             f"{self.path}: key {self.name!r} does not fit its crc32c; restore the file or another checkpoint "
-            "(verify=False reads it all the same)"
+            "(mt.load with verify=False reads it all the same)"
         )
 
     def verify(self) -> int:

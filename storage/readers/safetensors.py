@@ -45,7 +45,7 @@ from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import sizes_text
-from ..stores import atomic_directory
+from ..stores import atomic_directory, generations
 from ..stores import store as stores
 from .raw_tensor import RawTensor
 from .reading import run
@@ -311,9 +311,11 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
         raise NotACheckpoint(f"{where}: no such file") from None
 
 
+@generations.once_more
+@generations.one()
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are
-    compared with it.
+    compared with it. Where the file is replaced meanwhile, the read begins anew.
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")

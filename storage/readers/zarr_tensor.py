@@ -32,6 +32,7 @@ from ..format.zarr_format import GROUP_ATTRIBUTE, described
 from ..stores import store as stores
 from ..stores.generations import ABSENT, NONE, Generation, Listed
 from ..stores.object_store import client
+from .dual_tensor import DualTensor, at_folder
 from .reading import Job
 
 _SHOWN = 8  # chunks that a message names
@@ -61,10 +62,16 @@ def root_key(root: str) -> str:
     return stores.split(root)[1].removesuffix(".zarr") or "array"
 
 
-def of_array(root: str, node: str, array: Any) -> ZarrTensor:
-    """The tensor of an array that zarr has opened; `CheckpointDTypeError` for a dtype that is not supported."""
+def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTensor | DualTensor:
+    """The tensor of an array that zarr has opened; `CheckpointDTypeError` for a dtype that is not supported.
+
+    ``verify``: of layout "dual", whose chunks have no checksums of their own, compare them with those of the manifest.
+    """
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
+    like_ours = array.shards and form is not None and form.separator == "."
+    if like_ours and (dual := at_folder(stores.join(root, node) if node else root, verify)) is not None:
+        return dual
     old = getattr(array.metadata, "dimension_separator", ".")
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
@@ -100,7 +107,7 @@ def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
     return held, list(dims) if any(n is not None for n in dims) else None
 
 
-def open_array(root: str, node: str) -> ZarrTensor:
+def open_array(root: str, node: str) -> ZarrTensor | DualTensor:
     """The tensor of a node. `CheckpointError` where zarr cannot open it."""
     from ..format.zarr_dtypes import zarr
 

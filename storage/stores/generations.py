@@ -20,7 +20,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
 from . import store as stores
-from .contract import Reader
+from .contract import Reader, recording
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +40,17 @@ def once_more(read: Callable[P, T]) -> Callable[P, T]:
         return read(*args, **kwargs)
 
     return whole
+
+
+@contextlib.contextmanager
+def one() -> Iterator[None]:
+    """Raise `CheckpointReplaced`, whatever else went wrong, where a file that this thread has read within the block, or
+    the function, is another at its end."""
+    with recording() as tags:
+        try:
+            yield
+        finally:
+            Generation(tags()).check()
 
 
 def refuse(where: str, then: str, now: str | None) -> None:

@@ -152,12 +152,12 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def asked(root: str) -> Iterator[None]:
+def asked(root: str, what: str = "its history") -> Iterator[None]:
     """Errors of icechunk as `StoreError`."""
     try:
         yield
     except package().IcechunkError as e:
-        raise StoreError(f"{root}: icechunk cannot read its history: {first_line(e)}") from None
+        raise StoreError(f"{root}: icechunk cannot read {what}: {first_line(e)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,25 @@ def pinned(root: str) -> str:
 def _snapshot(place: str, snapshot: str) -> Any:
     """Zarr's store of a snapshot, which stays as it is."""
     return repository(place).readonly_session(snapshot_id=snapshot).store
+
+
+def virtual_files(root: str) -> list[str]:
+    """Locations of the files behind the virtual chunks of a snapshot, of those that its location allows."""
+    place, snapshot, _ = divide(root)
+    prefixes = list(filter(None, unquote(place.partition(VIRTUAL)[2]).split(",")))
+    if not prefixes:
+        return []
+    with asked(root, "its virtual chunks"):
+        session = repository(place).readonly_session(snapshot_id=snapshot)
+        named = set(map(unquote, session.all_virtual_chunk_locations()))
+    found = []
+    for given in prefixes:
+        scheme, _, rest = given.partition("://")
+        authority, slash, below = rest.partition("/")
+        plain = f"{scheme}://{url_options.divide(authority)[0]}{slash}{below}"
+        urls = sorted(url for url in named if url.startswith(plain) and "/../" not in url)
+        found += [f"{given}{url.removeprefix(plain)}".removeprefix("file://") for url in urls]
+    return found
 
 
 def _refused(root: str, where: str, said: str) -> CheckpointError | None:

@@ -48,7 +48,8 @@ def _journal(part: str) -> Iterator[int]:
         try:
             if not os.path.isdir(part):
                 fs.mkdir(part)
-            elif not os.path.exists(path) and os.listdir(part):
+            # Listed first: another process may make its journal just now.
+            elif os.listdir(part) and not os.path.exists(path):
                 raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except CheckpointExists:
@@ -218,6 +219,7 @@ def transfer(
             # of no use.
             if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):
                 with contextlib.suppress(OSError):
+                    _empty(part)  # while it has its journal, others see whose it is
                     fs.remove_tree(part)
             raise
         finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import zarr
 import meshtape as mt
 from meshtape import errors
 from meshtape.parallel.transforms import stream
+from meshtape.storage.checkpoint.checkpoint import StoredArray
 
 
 @pytest.fixture
@@ -269,3 +273,73 @@ def test_streams_say_that_they_have_no_derivative(stored, way):
     with pytest.raises(errors.TracedValueError):
         mt.compile(lambda w: STREAMED[way](x, w))(w)
     assert float(mt.grad(lambda w: w * STREAMED[way](x, mt.stop_gradient(w)))(w)) != 0
+
+
+# ----- arrays that are replaced ---------------------------------------------------------------------------------------
+
+
+def _other_puts(path, value, rows=8):
+    """A whole new array under the same name, as another program puts it there."""
+    zarr.create_array(f"{path}.new", shape=(rows, 3), chunks=(4, 3), dtype="f4", overwrite=True)[...] = value
+    shutil.rmtree(path, ignore_errors=True)
+    Path(f"{path}.new").rename(path)
+
+
+def _ours_puts(path, value, rows=8):
+    mt.save(Path(path).parent, {"x": np.full((rows, 3), value, "f4")}, overwrite=True)
+
+
+@pytest.fixture(params=[_other_puts, _ours_puts], ids=["zarr-python", "mt.save"])
+def puts(request):
+    return request.param
+
+
+@pytest.fixture
+def replacing(tmp_path, monkeypatch):
+    """A path, and a function that says what happens after each of the next reads of blocks."""
+    path, acts = str(tmp_path / "ckpt" / "x"), []
+    (tmp_path / "ckpt").mkdir()
+
+    def read(array, index, plain=StoredArray.__getitem__):
+        found = plain(array, index)
+        if acts:
+            acts.pop(0)()
+        return found
+
+    monkeypatch.setattr(StoredArray, "__getitem__", read)
+    return path, acts.extend
+
+
+def test_a_load_beside_a_writer_has_one_state(replacing, puts):
+    path, then = replacing
+    puts(path, 1)
+    x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
+    then([lambda: puts(path, 2), lambda: None, lambda: puts(path, 3)])
+    assert np.unique(np.asarray(x.load())).tolist() == [3]
+    then([lambda v=v: puts(path, v) for v in range(1, 41)])
+    with pytest.raises(errors.CheckpointReplaced, match="was replaced"):
+        x.load()
+
+
+def test_a_stream_beside_a_writer_has_one_state(replacing, puts, tmp_path):
+    path, then = replacing
+    puts(path, 1)
+    x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
+    then([lambda: puts(path, 2)])
+    with pytest.raises(errors.CheckpointReplaced, match="was replaced"):
+        mt.stream(lambda v: mt.sum(v, axis=0), x, memory=100)
+    then([lambda: puts(path, 3)])
+    with pytest.raises(errors.CheckpointReplaced, match="was replaced"):
+        mt.stream(lambda v: v * 2, x, memory=100, to=where(tmp_path))
+    assert not (tmp_path / "out").exists()
+    assert np.asarray(mt.stream(lambda v: mt.sum(v, axis=0), x, memory=100)).tolist() == [24] * 3
+
+
+def test_an_array_of_another_shape_by_now_is_told(replacing, puts):
+    path, _ = replacing
+    puts(path, 1)
+    x = mt.from_zarr(path, mt.Mesh({"a": 2}), a=mt.Shard(0))
+    puts(path, 1, rows=16)
+    for read in (x.load, lambda: mt.stream(mt.sum, x)):
+        with pytest.raises(errors.CheckpointReplaced, match=r"was replaced by float32 of shape \(16, 3\)"):
+            read()

@@ -12,7 +12,8 @@ import zarr
 
 from meshtape import Shard, errors
 from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, verify
-from meshtape.storage.stores.filesystem import Files, using
+from meshtape.storage.commit.contents import JOURNAL
+from meshtape.storage.stores.filesystem import Files, try_lock, using
 from meshtape.storage.transform import transfer
 
 
@@ -371,6 +372,48 @@ def test_two_at_once_and_things_in_the_way(source, tmp_path):
     reshard(source, tmp_path / "c", **SMALL, progress=progress)
     assert inner == [None, "refused"]
     verify(tmp_path / "c")
+
+
+def test_a_part_that_another_process_makes_just_now_is_that_of_a_process(source, tmp_path, monkeypatch):
+    (tmp_path / "c.part").mkdir()
+
+    def listing(folder, plain=os.listdir):
+        if str(folder).endswith("c.part"):  # between the look for a journal and the listing
+            monkeypatch.setattr(os, "listdir", plain)
+            fd = os.open(tmp_path / "c.part" / JOURNAL, os.O_RDWR | os.O_CREAT)
+            assert try_lock(fd)
+            opened.append(fd)
+        return plain(folder)
+
+    opened = []
+    monkeypatch.setattr(os, "listdir", listing)
+    try:
+        with pytest.raises(errors.CheckpointError, match="another process is working"):
+            reshard(source, tmp_path / "c")
+    finally:
+        list(map(os.close, opened))
+    assert opened
+
+
+def test_a_part_that_is_being_removed_is_that_of_a_process(source, tmp_path):
+    class Watched(Files):
+        def unlink(self, path):
+            super().unlink(path)
+            if watching and JOURNAL in os.listdir(tmp_path / "c.part"):
+                watching.append(path)
+                with pytest.raises(errors.CheckpointError, match="another process is working"):
+                    reshard(source, tmp_path / "c", **SMALL)
+
+    def progress(done, total):
+        if done:
+            watching.append("")
+            raise errors.CorruptCheckpoint("as damage in the source is")
+
+    watching = []
+    with using(Watched()), pytest.raises(errors.CorruptCheckpoint, match="as damage"):
+        reshard(source, tmp_path / "c", **SMALL, progress=progress)
+    assert len(watching) > 2
+    assert [p.name for p in tmp_path.iterdir()] == []
 
 
 SCRIPT = """

@@ -207,6 +207,79 @@ def test_refusals(tmp_path, tree, options, error):
         mt.save(tmp_path / "c", tree, layout="other")
 
 
+def of_one_array(held):
+    """The array of a mapping with one."""
+    (array,) = held.values()
+    return array
+
+
+@pytest.fixture(params=["itself", "in a group of others"])
+def folder(request, tmp_path):
+    """The folder of an array of two blocks, or a group around its checkpoint."""
+    home = tmp_path / "home" / "ckpt"
+    home.parent.mkdir()
+    save(home, {"w": mt.distribute(np.arange(78, dtype="f4").reshape(13, 6), mt.Mesh({"m": 2}), m=mt.Shard(0))})
+    if request.param == "itself":
+        return home / "w"
+    pytest.importorskip("zarr").create_group(str(home.parent))
+    return home.parent
+
+
+def readers(folder, tmp_path):
+    """All that read an array at its folder, or the group around."""
+    import zarr
+
+    mesh, array = mt.Mesh({"m": 2}), folder if folder.name == "w" else folder / "ckpt" / "w"
+    merged = tmp_path / "merged"
+    yield lambda: of_one_array(mt.load(folder))
+    yield lambda: of_one_array(mt.open_checkpoint(folder))[...]
+    yield lambda: zarr.open_group(mt.storage.as_zarr(folder), mode="r")[next(iter(mt.open_checkpoint(folder)))][...]
+    yield lambda: mt.merge(folder, merged, overwrite=True) and of_one_array(mt.load(merged))
+    yield lambda: mt.from_zarr(array, mesh, m=mt.Shard(0)).load()
+    yield lambda: mt.stream(lambda x: mt.max(x, axis=1), mt.from_zarr(array, mesh, m=mt.Shard(1)), memory=2000)
+
+
+def test_a_flip_is_told_at_the_folder_of_an_array(folder, tmp_path):
+    wanted = np.arange(78, dtype="f4").reshape(13, 6)
+    for i, read in enumerate(readers(folder, tmp_path)):
+        same(read(), wanted if i < 5 else wanted.max(axis=1), str(i))
+    assert mt.storage.verify(folder).files > 1
+    (shard,) = folder.rglob("c.0.0")
+    with open(shard, "r+b") as f:
+        f.seek(mt.storage.read_header(shard).data_start + 9)
+        f.write(b"\x77")
+    for read in readers(folder, tmp_path):
+        with pytest.raises(mt.errors.CorruptCheckpoint, match="does not fit its crc32c"):
+            read()
+    with pytest.raises(mt.errors.CorruptCheckpoint, match=r"c\.0\.0"):
+        mt.storage.verify(folder)
+
+
+@pytest.mark.parametrize("place", ["w", "w/c.0.0", "model-00002-of-00002.safetensors", "."])
+def test_every_flip_is_found_by_verify_of_a_part(tmp_path, place):
+    """At the folder of an array, of one file, and of the directory as Hugging Face has it."""
+    where = save(tmp_path / "c", {"b": np.arange(3), "w": R.normal(size=(13, 6)).astype("f4")})
+    if place == ".":
+        (where / "meshtape.json").unlink()
+    part = where / place
+    found = 0
+    for file in [part] if part.is_file() else sorted(part.rglob("w/*") if place == "." else part.iterdir()):
+        if place == "." and file.name == "zarr.json":
+            continue  # of no safetensors
+        whole = file.read_bytes()
+        for at in {*range(0, len(whole), 41), *range(max(0, len(whole) - 70), len(whole))}:
+            with open(file, "r+b") as f:
+                f.seek(at)
+                f.write(bytes([whole[at] ^ 4]))
+            with pytest.raises(mt.errors.CheckpointError):
+                mt.storage.verify(part)
+            found += 1
+            with open(file, "r+b") as f:
+                f.write(whole)
+    assert found > 70
+    mt.storage.verify(part)
+
+
 def test_every_flip_is_found(tmp_path):
     where = save(tmp_path / "c", {"w": R.normal(size=(13, 6)).astype("f4"), "b": np.arange(3), "s": np.float32(2)})
     found = 0

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, verify, virtual
+from meshtape.storage.programs import program_file
+from meshtape.storage.readers import safetensors
 from meshtape.storage.stores import store as stores
 
 NAMES = [f"w{i}" for i in range(5)]
@@ -173,6 +177,60 @@ def test_a_load_ends_though_writers_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.loading.load, "open_checkpoint", replaced)
     with pytest.raises(errors.CheckpointReplaced):
         load(path)
+
+
+def after(monkeypatch, owner, name, acts):
+    """Have a function of a module do one of ``acts`` after each of its first calls."""
+    plain, left = getattr(owner, name), list(acts)
+
+    def then(*args, **kwargs):
+        found = plain(*args, **kwargs)
+        if left:
+            left.pop(0)()
+        return found
+
+    monkeypatch.setattr(owner, name, then)
+    return left
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["with checksums", "without"])
+def test_a_file_that_is_replaced_behind_its_header_is_read_anew(tmp_path, monkeypatch, ours):
+    path, other = tmp_path / "m.safetensors", tmp_path / "other.safetensors"
+
+    def put(where, rows):  # of one length in all, whatever the rows of the first
+        held = {"a": np.full(rows, 1, "f4"), "b": np.full(12 - rows, 2, "f4")}
+        save_safetensors(where, held, overwrite=True) if ours else save_file(held, where)
+
+    def replace(rows):
+        put(other, rows)
+        os.replace(other, path)
+
+    put(path, 4)
+    left = after(monkeypatch, safetensors, "read_header", [lambda: replace(8), lambda: replace(4)])
+    found = storage.load_safetensors(path)
+    assert not left
+    assert values([found["a"]]) == {1.0}
+    assert values([found["b"]]) == {2.0}
+    after(monkeypatch, safetensors, "read_header", [lambda rows=rows: replace(rows) for rows in [8, 4] * 5])
+    with pytest.raises(errors.CheckpointReplaced):
+        storage.load_safetensors(path)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_program_that_is_replaced_behind_its_document_is_read_anew(tmp_path, monkeypatch, remote, request):
+    path = f"{request.getfixturevalue('s3').url}/p" if remote else str(tmp_path / "p")
+
+    def put(k):
+        held = mt.asarray(np.full((3, 3), float(k)))
+        mt.save_program(path, lambda x: x @ held * float(k), mt.ones(3), overwrite=True)
+
+    put(2)
+    left = after(monkeypatch, program_file, "_check_signature", [lambda: put(3), lambda: put(4)])
+    assert np.asarray(mt.load_program(path)(mt.ones(3))).tolist() == [48.0] * 3
+    assert not left
+    after(monkeypatch, program_file, "_check_signature", [lambda k=k: put(k) for k in range(10)])
+    with pytest.raises(errors.CheckpointReplaced):
+        mt.load_program(path)
 
 
 def test_damage_is_still_damage(tmp_path):

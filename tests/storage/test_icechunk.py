@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 
 import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import meshtape as mt
 from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage import (
@@ -34,6 +37,7 @@ from meshtape.storage import (
     virtual,
 )
 from meshtape.storage.browse.model.layout import chunk_map
+from meshtape.storage.foreign import icechunk
 from meshtape.storage.saving import icechunk_commit
 from meshtape.storage.stores import icechunk_store, store
 
@@ -475,6 +479,106 @@ def test_a_virtual_chunk_whose_file_changed_is_no_other_number(referring, tmp_pa
     file.unlink()
     with pytest.raises(errors.StoreError, match=r"cannot be fetched: Object at location .* not found"):
         load(where)
+
+
+def _untimed(ice, tmp_path, prefix, held, file):
+    """The location of an array of two chunks that are ranges of one file, by references without time and ETag."""
+    import zarr
+
+    config = ice.RepositoryConfig.default()
+    config.set_virtual_chunk_container(ice.VirtualChunkContainer(prefix, held))
+    repo = ice.Repository.create(ice.local_filesystem_storage(str(tmp_path / "repo")), config)
+    session = repo.writable_session("main")
+    group = zarr.create_group(session.store)
+    group.create_array("x", shape=(8,), chunks=(4,), dtype="f4", compressors=None)
+    for i in range(2):
+        session.store.set_virtual_ref(f"x/c/{i}", prefix + file, offset=16 * i, length=16)
+    session.commit("by others")
+    return f"icechunk://{tmp_path / 'repo'}@main"
+
+
+@pytest.fixture
+def untimed(ice, tmp_path):
+    """Such a location, and a function that puts a whole new file there."""
+    (tmp_path / "data").mkdir()
+
+    def put(value):
+        np.full(8, value, "f4").tofile(tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "data" / "a b.bin")
+
+    put(1)
+    prefix = f"file://{tmp_path}/data/"
+    where = _untimed(ice, tmp_path, prefix, ice.local_filesystem_store(str(tmp_path / "data")), "a b.bin")
+    return options(where, virtual_chunks=prefix), put
+
+
+def test_a_file_behind_references_without_a_time_is_not_mixed_with_another(untimed, monkeypatch, tmp_path):
+    where, put = untimed
+    ckpt = open_checkpoint(where)
+    assert ckpt["x"][:4].tolist() == [1] * 4
+    put(2)
+    for read in (lambda: ckpt["x"][4:], lambda: merge(ckpt, tmp_path / "out")):
+        with pytest.raises(errors.CheckpointReplaced, match=r"a b\.bin was replaced"):
+            read()
+    assert not (tmp_path / "out").exists()
+    waiting = [lambda: put(3), lambda: None, lambda: put(4)]
+
+    def reader(self, name, plain=icechunk_store.IcechunkStore.reader):
+        found = plain(self, name)
+        if waiting and "c/" in name:
+            waiting.pop(0)()
+        return found
+
+    monkeypatch.setattr(icechunk_store.IcechunkStore, "reader", reader)
+    assert np.asarray(load(where)["x"]).tolist() == [4] * 8
+    waiting[:] = [lambda: put(5), lambda: None, lambda: put(6)]
+    x = mt.from_zarr(f"{where}/x", mt.Mesh({"a": 2}), a=mt.Shard(0))
+    assert np.asarray(x.load()).tolist() == [6] * 8
+
+
+def test_served_ranges_behind_references_without_a_time_are_of_one_file(untimed):
+    where, put = untimed
+
+    def get(**headers):
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.headers["ETag"], answer.read()
+
+    with serve(where) as server:
+        url = server.url + "safetensors/model.safetensors"
+        _, etag, whole = get()
+        put(2)
+        with pytest.raises(urllib.error.HTTPError, match="409"):
+            get(Range=f"bytes={len(whole) - 16}-", **{"If-Range": etag})
+        status, now, found = get(Range=f"bytes={len(whole) - 16}-", **{"If-Range": etag})
+        assert (status, now == etag) == (200, False)
+        assert np.frombuffer(found[-32:], "f4").tolist() == [2] * 8
+
+
+def test_an_object_behind_references_without_an_etag(ice, s3, tmp_path):
+    bucket, rest = s3.url.removeprefix("s3://").split("/", 1)
+    held = ice.s3_store(endpoint_url="http://127.0.0.1:9", allow_http=True, region="us-east-1")
+    place = store.at(s3.url)
+    place.put("a.bin", np.full(8, 1, "f4").tobytes())
+    where = options(_untimed(ice, tmp_path, f"s3://{bucket}/{rest}/", held, "a.bin"), virtual_chunks=s3.url)
+    ckpt = open_checkpoint(where)
+    assert ckpt["x"][:4].tolist() == [1] * 4
+    place.put("a.bin", np.full(8, 2, "f4").tobytes())
+    with pytest.raises(errors.CheckpointReplaced, match=r"a\.bin was replaced"):
+        ckpt["x"][4:]
+    assert np.asarray(load(where)["x"]).tolist() == [2] * 8
+
+
+def test_files_that_no_read_compares_are_told(untimed, monkeypatch):
+    monkeypatch.setattr(icechunk, "_MOST", 0)
+    with pytest.warns(UserWarning, match="refers to 1 files, too many to compare"):
+        open_checkpoint(untimed[0])
+
+
+def test_ranks_read_one_snapshot_of_a_branch(ice, url):
+    save(url, {"w": np.full((4, 2), 1, "f4")})
+    x = mt.from_zarr(f"{url}@main/w", mt.Mesh({"a": 2}), a=mt.Shard(0))
+    save(url, {"w": np.full((4, 2), 2, "f4")})
+    assert np.unique(np.asarray(x.load())).tolist() == [1]
 
 
 @pytest.mark.parametrize("tail", ["../secret", "%2e%2e/secret", "..%2fsecret", "x/../../secret"])

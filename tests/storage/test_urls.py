@@ -492,6 +492,9 @@ def test_from_zarr_knows_the_true_dtype_of_what_is_stored_as_integers(tmp_path):
         x = mt.from_zarr(tmp_path / str(fallback) / "w", mt.Mesh({"x": 2}), x=mt.Shard(0))
         assert x.dtype == w.dtype
         assert np.array_equal(np.asarray(x.load()).view("u2"), w.view("u2"))
+        (found,) = storage.open_checkpoint(tmp_path / str(fallback) / "w").values()
+        assert found.dtype == w.dtype
+        assert np.array_equal(found[...].view("u2"), w.view("u2"))
 
 
 def test_from_zarr_in_a_bucket_with_options(s3, tmp_path, monkeypatch):
@@ -508,7 +511,7 @@ def test_from_zarr_in_a_bucket_with_options(s3, tmp_path, monkeypatch):
     s3.proxy.reset()
     mt.stream(lambda x: mt.sum(x), x, memory=400)
     reads = [path for method, path in s3.proxy.log if method == "GET" and path.endswith("zarr.json")]
-    assert len(reads) <= 2 * 3  # once for each rank, and for the plan
+    assert len(reads) <= 2 * 3 + 1  # once for each rank, and for the plan, and to see that it is the same array still
 
 
 def test_a_link_out_of_an_array_is_not_followed(tmp_path):

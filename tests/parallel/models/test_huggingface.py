@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.parallel.models import huggingface
 from meshtape.parallel.models.layers import rotary_tables
 
 de, en = mt.models.decoder, mt.models.encoder
@@ -431,3 +432,45 @@ def theirs_of(c):
     if not c.tied:
         out["lm_head.weight"] = (c.vocab, c.width)
     return {n: np.zeros(s, np.float32) for n, s in out.items()}
+
+
+@pytest.mark.parametrize("model", [en, de], ids=["encoder", "decoder"])
+def test_config_and_weights_are_of_one_generation(tmp_path, monkeypatch, model):
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16}
+    sizes |= {"max_position_embeddings": 6, "model_type": "bert" if model is en else "llama"}
+    if model is en:
+        top = {
+            f"embeddings.{n}_embeddings.weight": (m, 8) for n, m in (("word", 11), ("position", 6), ("token_type", 2))
+        }
+        wide = {"intermediate.dense": (16, 8), "output.dense": (8, 16)}
+        parts = dict.fromkeys(("self.query", "self.key", "self.value", "output.dense"), (8, 8))
+        parts = {f"encoder.layer.0.{n}": s for n, s in ({f"attention.{n}": s for n, s in parts.items()} | wide).items()}
+        norms = ["embeddings", "encoder.layer.0.attention.output", "encoder.layer.0.output"]
+        shapes = top | {f"{n}.weight": s for n, s in parts.items()} | {f"{n}.bias": s[:1] for n, s in parts.items()}
+        shapes |= {f"{n}.LayerNorm.{p}": (8,) for n in norms for p in ("weight", "bias")}
+    else:
+        layer = {f"self_attn.{n}_proj": (8, 8) for n in "qkvo"} | {"mlp.down_proj": (8, 16)}
+        layer |= {"mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8)}
+        layer |= {"input_layernorm": (8,), "post_attention_layernorm": (8,)}
+        shapes = {f"model.layers.0.{n}.weight": s for n, s in layer.items()}
+        shapes |= {"model.embed_tokens.weight": (11, 8), "lm_head.weight": (11, 8), "model.norm.weight": (8,)}
+
+    def put(heads):
+        config = sizes | {"num_attention_heads": heads} | ({} if model is en else {"num_key_value_heads": heads})
+        arrays = {n: np.full(s, heads, np.float32) for n, s in shapes.items()}
+        mt.save(tmp_path / "source", arrays, documents={"config": config}, overwrite=True)
+        mt.merge(tmp_path / "source", tmp_path / "m", overwrite=True)
+
+    def read(*args, **kwargs):
+        found = plain(*args, **kwargs)
+        if waiting:
+            put(waiting.pop())
+        return found
+
+    waiting, plain = [4], huggingface.read
+    put(2)
+    monkeypatch.setattr(huggingface, "read", read)
+    params, config = model.from_pretrained(tmp_path / "m")
+    assert not waiting
+    assert config.heads == 4
+    assert {float(v) for x in mt.tree.flatten(params)[0] for v in np.unique(np.asarray(x))} == {4.0}
