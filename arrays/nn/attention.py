@@ -284,7 +284,7 @@ def _decompose(
 
 def _summed_to(x: Array, like: Array) -> Array:
     extra = x.ndim - like.ndim
-    axes = tuple(i for i, n in enumerate(x.shape) if i < extra or like.shape[i - extra] == 1 < n)
+    axes = tuple(i for i, n in enumerate(x.shape) if i < extra or like.shape[i - extra] == 1 != n)
     return astype(reshape(sum_(x, axis=axes) if axes else x, like.shape), like.dtype, copy=False)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
 from ..core.dispatch import apply, at_once
+from ..core.dtypes import float8_e4m3fn
 from ..core.errors import DTypeError
 from ..core.op import Infer, Op, composite
 from ..core.shape_rules import normalize_axis, same, same_as_second
@@ -133,6 +134,8 @@ def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
         x, axis = _floating("log_softmax", x, axis)
         return apply(LOG_SOFTMAX, (x,), {"axis": axis, "masked": False})
     mask = _mask("log_softmax", where)
+    if getattr(x, "dtype", None) == float8_e4m3fn:  # which has no infinity: NaN stands for it
+        return astype(log_softmax(astype(x, np.float32), axis=axis, where=mask), float8_e4m3fn)
     x, axis = _floating("log_softmax", where_(mask, x, -math.inf), axis)
     return where_(mask, apply(LOG_SOFTMAX, (x,), {"axis": axis, "masked": True}), -math.inf)
 
@@ -142,8 +145,8 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Positive numbers that sum to one along an axis, in the ratios ``exp(x)``.
 
     Where ``where`` is false an element has no part in it: its result and its gradient are 0, whatever it is. A row of
-    which nothing is left is 0. (A row that is -inf throughout is NaN: there the sum of the weights is zero.) Sums of
-    float16 and bfloat16 are made in float32.
+    which nothing is left is 0. (Without ``where``, one that is -inf throughout is NaN: the sum of its weights is zero.)
+    Sums of float16 and bfloat16 are made in float32.
 
     Parameters
     ----------
@@ -168,6 +171,8 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
         x, axis = _floating("softmax", x, axis)
         return apply(SOFTMAX, (x,), {"axis": axis, "masked": False})
     mask = _mask("softmax", where)
+    if getattr(x, "dtype", None) == float8_e4m3fn:  # which has no infinity
+        return astype(softmax(astype(x, np.float32), axis=axis, where=mask), float8_e4m3fn)
     x, axis = _floating("softmax", where_(mask, x, -math.inf), axis)
     return where_(mask, apply(SOFTMAX, (x,), {"axis": axis, "masked": True}), 0.0)
 

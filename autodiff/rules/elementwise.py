@@ -168,7 +168,7 @@ def _turn(xp, g, along, across):
 defvjp(ew.ATAN2, x=lambda xp, g, x, y: _turn(xp, g, y, x), y=lambda xp, g, x, y: -_turn(xp, g, x, y))
 defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
-defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * (1.0 - ans * ans)))
+defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * ((1.0 - ans) * (1.0 + ans))))
 defvjp_of_short(ew.TANH, x=lambda xp, g, x: g * (4.0 * _bell(xp, 2.0 * x)))
 defanalytic(ew.ASINH, x=lambda xp, g, x: g / xp.sqrt(x * x + 1.0))
 defanalytic(ew.ACOSH, x=lambda xp, g, x: g / (xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))

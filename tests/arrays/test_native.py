@@ -107,8 +107,8 @@ def check(got: np.ndarray, expected: np.ndarray, rtol: float, *beside: np.ndarra
 
 # Rules that a kernel stands before, by what NumPy computes.
 SLOPES: dict[str, Callable[[Any, Any], Any]] = {
-    "tanh_backward": lambda g, y: g * (1.0 - y * y),
-    "sigmoid_backward": lambda g, y: g * y * (1.0 - y),
+    "tanh_backward": lambda g, y: g * ((1.0 - y) * (1.0 + y)),
+    "sigmoid_backward": lambda g, y: g * (y * (1.0 - y)),
     "relu_backward": lambda g, y: np.where(y > 0, g, np.where(y == y, 0.0, y)),
 }
 

@@ -488,3 +488,10 @@ def test_tables_that_do_not_fit_are_refused():
         mt.nn.rotary_embedding(np.ones((2, 3)), np.ones((2, 1)), np.ones((2, 1)))
     with pytest.raises(DTypeError, match="real numbers"):
         mt.nn.rotary_embedding(x * 1j, np.ones((3, 2)), np.ones((3, 2)))
+
+
+def test_attention_over_no_keys_with_an_added_mask_has_all_derivatives():
+    q, k, v, mask = mt.ones((2, 4)), mt.zeros((0, 4)), mt.zeros((0, 5)), mt.ones((2, 1))
+    f = lambda q, mask: mt.sum(mt.sin(mt.nn.scaled_dot_product_attention(q, k, v, mask=mask)))  # noqa: E731
+    assert meshtape.jvp(f, (q, mask), (q, mask))[1] == 0
+    assert not meshtape.hvp(lambda q: f(q, mask), q, q).numpy().any()

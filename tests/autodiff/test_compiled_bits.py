@@ -93,3 +93,20 @@ def test_sums_over_turned_arrays_are_equal_but_for_rounding():
     x = mt.asarray(np.random.default_rng(0).normal(size=(260, 260)))
     for fn in (lambda x: mt.sum(-x.T), lambda x: mt.sum(-x.T, axis=0), lambda x: (-x.T) @ x):
         np.testing.assert_allclose(np.asarray(mt.compile(fn)(x)), np.asarray(fn(x)), rtol=1e-10, atol=1e-11)
+
+
+CURVES = [
+    *(mt.tanh, mt.nn.sigmoid, mt.exp, mt.log1p, mt.sqrt, mt.atan, mt.sin),
+    *(mt.nn.celu, mt.nn.elu, mt.nn.gelu, mt.nn.hard_silu, mt.nn.hard_tanh, mt.nn.log_sigmoid, mt.nn.mish, mt.nn.relu6),
+    *(mt.nn.selu, mt.nn.silu, mt.nn.softplus, mt.nn.softsign, mt.nn.glu),
+    *(lambda x: mt.nn.gelu(x, approximate=True), lambda x: mt.nn.swiglu(x, x + 1.0)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("curve", range(len(CURVES)))
+def test_gradients_of_curves_have_the_bits_of_eager_ones(curve, dtype):
+    x = mt.asarray(np.random.default_rng(0).normal(size=40_000).astype(dtype)) * 3
+    x, weights = (mt.abs(x), x) if CURVES[curve] in (mt.sqrt, mt.log1p) else (x, x[::-1] + 0)
+    slope = mt.grad(lambda x: mt.sum((f := CURVES[curve](x)) * weights[: f.size]))
+    assert bits([mt.compile(slope)(x)]) == bits([slope(x)])

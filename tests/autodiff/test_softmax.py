@@ -229,3 +229,14 @@ def test_the_gradient_of_far_logits_that_are_equal(far, dtype, monkeypatch):
         np.testing.assert_allclose(float(value), 2 * math.log(4), rtol=1e-5)
         got = pull(mt.ones((), dtype=value.dtype))[0]
         np.testing.assert_allclose(got.numpy().astype(float), 0.25 - np.eye(4)[[0, 3]], rtol=1e-6)
+
+
+def test_a_mask_in_a_dtype_without_infinity():
+    x, where = mt.asarray([1.0, 2.0, -3.0]), mt.asarray([True, True, False])
+    for fn, hidden in ((mt.nn.softmax, 0.0), (mt.nn.log_softmax, math.nan)):
+        got = fn(x.astype(mt.float8_e4m3fn), where=where)
+        assert got.dtype == mt.float8_e4m3fn
+        np.testing.assert_array_equal(got.numpy()[:2], fn(x, where=where).astype(mt.float8_e4m3fn).numpy()[:2])
+        np.testing.assert_array_equal(got.numpy()[2].astype(float), hidden)
+    slope = mt.grad(lambda x: mt.nn.softmax(x, where=where)[0])(x.astype(mt.float8_e4m3fn))
+    np.testing.assert_allclose(slope.numpy().astype(float), [0.2, -0.2, 0.0], atol=0.01)
