@@ -150,10 +150,10 @@ class Selection:
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
 
     def left_behind(self) -> list[str]:
-        """Files and folders beside another writer's model that are not copied."""
+        """Files and folders beside another writer's model that are not copied. Of several, beside the one whose
+        documents are."""
         held = self.ckpt.documents
-        foreign = self.ckpt.manifest is None and self.ckpt.computed is None
-        return held.others() if foreign and isinstance(held, Documents) else []
+        return held.others() if isinstance(held, Documents) else []
 
     @classmethod
     def of(

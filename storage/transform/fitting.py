@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..transform import layer_entries
+from . import layer_entries
 
 BUFFER = re.compile(r"inv_freq$|masked_bias$|(?:^|\.)(?:attn|attention)\.bias$")
 """Arrays that a model computes by itself and some writers store: frequencies and masks."""
@@ -31,6 +31,14 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, t
     """Entries of which two configurations say other things: (ours, theirs) by key."""
     a, b = entries(ours), entries(theirs)
     return {k: (a[k], b[k]) for k in a.keys() & b.keys() if a[k] != b[k]}
+
+
+def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str, there: str) -> tuple[str, list[str]]:
+    """(differences with which two configurations describe no one model, notes of those with which they may)."""
+    found = differing(ours, theirs)
+    if hard := told(of_widths(found)):
+        return hard, []
+    return "", [f"config.json: what comes of {there} runs with that of {here}: {told(found.items())}"] * bool(found)
 
 
 def sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
