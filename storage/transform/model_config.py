@@ -248,15 +248,13 @@ def _layers(
 
 def _vocabulary(inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     rows, now = _rows(before), _rows(after)
-    if rows == now or not now or type(size := inner.get("vocab_size")) is not int:
+    if rows == now or not now or type(size := inner.get("vocab_size")) is not int or (not rows and size in now):
         return []
     if len(now) == 1 and size in rows:
         inner["vocab_size"] = now[0]
         return []
-    return [
-        f"config.json: see whether vocab_size {size} is right: the embeddings had {some(map(str, rows), 3)} rows, and "
-        f"have {some(map(str, now), 3)}"
-    ]
+    had = f"had {some(rows, 3)} rows, and have" if rows else "have"
+    return [f"config.json: see whether vocab_size {size} is right: the embeddings {had} {some(now, 3)}"]
 
 
 def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

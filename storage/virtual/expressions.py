@@ -25,7 +25,7 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
 )
-from ..base.names import fits
+from ..base.names import fits, leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
@@ -421,7 +421,8 @@ class Quantize(Node):
         base = made[0]
         stored, held = list(base.arrays.values()), dict[str, StoredArray]()
         label = str(self)
-        refuse_quantized((path for path, _ in scalar_leaves(base.structure)), self.keys)
+        marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
+        refuse_quantized({**base.arrays, **marks}, self.keys)
         select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
