@@ -14,7 +14,7 @@ from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
-from ..transform.model_config import following
+from ..transform.model_config import following, untrue
 from ..transform.tokenizer import FILES, TEMPLATE, renumbered
 from ..virtual import expressions as ex
 from ..virtual.derive import Integers, Sources, lora
@@ -174,7 +174,7 @@ def _documents(config: BlendConfig, plan: Planner) -> Documents:
     if (said := out.get("config.json")) is not None:
         order = [(plan.parents[m].config, i) for m, i in plan.order]
         said, notes = following(said, plan.donor.tensors, plan.tensors, order or None)
-        plan.notes += notes
+        plan.notes += [*notes, *untrue(said, plan.tensors)]
         if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
             said = untied(said)  # blended by itself, it is not the embedding any more
         floats = {t.dtype.name for t in plan.tensors.values()}.intersection(dtypes.FLOATS)

@@ -38,7 +38,11 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str, ther
     found = differing(ours, theirs)
     if hard := told(of_widths(found)):
         return hard, []
-    return "", [f"config.json: what comes of {there} runs with that of {here}: {told(found.items())}"] * bool(found)
+    notes = [f"config.json: what comes of {there} runs with that of {here}: {told(found.items())}"] * bool(found)
+    if ours and not any(k in ours for k in layer_entries.COUNTS):
+        lost = [k for k in layer_entries.COUNTS if k in theirs]
+        notes += [f"config.json: that of {here} does not say {k!r}, as that of {there} does" for k in lost]
+    return "", notes
 
 
 def sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -73,7 +73,7 @@ class Lora(Node):
         alone = [t for t, what in held.values() if what == "copy" or (what == "whole" and self._is_copy(t))]
         rows = {t: self._rows_of(t) for t, what in held.values() if what == "rows"}
         own_rows = [t for t in rows if t not in base and rows[t] != rows.get(str(stands_for(t, base)))]
-        base = with_own_head(base, [*alone, *own_rows], [f"{module}.weight" for module, _ in pairs])
+        base = with_own_head(base, alone, [*own_rows, *(f"{module}.weight" for module, _ in pairs)])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
         parted = [n for n in arrays if n not in before and n not in (*alone, *own_rows)]  # heads that were tied
         said = {t for t, _ in held.values()}
