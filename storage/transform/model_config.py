@@ -285,7 +285,9 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
     notes += [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
     real = set().union(*(_origins(t, known) for t in after.values()))
     layers = {_layer_of(n) for n in real} - {""}
-    gone = [n for n in before if n not in real and n not in after and not BUFFER.search(n) and not _OF_EXPERTS.search(n)]
+    gone = [
+        n for n in before if n not in real and n not in after and not BUFFER.search(n) and not _OF_EXPERTS.search(n)
+    ]
     gone = [n for n in gone if _layer_of(n) in layers or (n.endswith(TABLES) and is_embedding(n))]
     return notes + [f"config.json: arrays of the model are not here: {some(gone, 3)}"] * bool(gone)
 
