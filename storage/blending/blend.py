@@ -63,7 +63,8 @@ def blended(
         Names or patterns of the arrays to take and to leave out; what is left out is not compared.
     integers
         Whose integers and booleans are taken, of which there are no sums: they must be ``"equal"`` in all models, or
-        are those of the ``"first"`` or the ``"last"`` that the configuration lists.
+        are those of the ``"first"`` or the ``"last"`` that the configuration lists; a base that is not listed is the
+        first.
 
     Returns
     -------
