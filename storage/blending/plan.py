@@ -20,10 +20,11 @@ from ..format import dtypes
 from ..format.documents import Documents
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
-from ..transform import fitting, layer_entries
+from ..transform import layer_entries
 from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, scaled
-from ..transform.model_config import HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..transform.model_config import BUFFER, HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..virtual import fitting
 from ..virtual.expressions import agreed
 from ..virtual.tied import ties_head
 from .blended import Blended
@@ -226,7 +227,7 @@ class Planner:
         """Add a head that the last models tie to their embedding, and look for arrays that the first has alone."""
         models = _models(last)
         for name in self.donor.loose:
-            if name in self.names or fitting.BUFFER.search(name):
+            if name in self.names or BUFFER.search(name):
                 continue
             if all(self.parents[x.model].tied(name) for x in last.sources):
                 self._loose(last, name)
@@ -293,13 +294,13 @@ class Planner:
         if self._where in [x.model for x in s.sources] or not kinds:
             return
         closest = max(kinds, key=lambda held: len(held & keys))
-        lacks = [f"{p}N{r}" for p, r in sorted(closest - keys) if not fitting.BUFFER.search(r)]
+        lacks = [f"{p}N{r}" for p, r in sorted(closest - keys) if not BUFFER.search(r)]
         for name in lacks:
             self._faults.add(f"{self._not_of(_models(s))}: its layers lack", name, CheckpointKeyError)
 
     def _fits(self, s: Slice, name: str, key: Any, shape: tuple[int, ...]) -> bool:
         """Whether an array has a shape that the model knows whose ``config.json`` is written; else a fault."""
-        if self._where in [x.model for x in s.sources] or fitting.BUFFER.search(name):
+        if self._where in [x.model for x in s.sources] or BUFFER.search(name):
             return True
         tokens = self.vocabulary is not None and is_embedding(name)
         known = self.donor.forms.get(key) or self.donor.forms.get(self.donor.tied(name))

@@ -17,7 +17,6 @@ from ..format.documents import Documents, edited
 from ..rules.growing import GrownRows
 from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced
 from . import layer_entries
-from .fitting import BUFFER
 from .tokenizer import ids_of, renumbered
 
 TABLES = (
@@ -33,6 +32,8 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of heads, which a model may tie to its embedding and not store."""
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 """The number of the layer in the name of an array."""
+BUFFER = re.compile(r"inv_freq$|masked_bias$|(?:^|\.)(?:attn|attention)\.bias$")
+"""Arrays that a model computes by itself and some writers store: frequencies and masks."""
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 _OF_EXPERTS = re.compile(rf"{LAYER.pattern}.*\.experts\.")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -38,10 +38,11 @@ from ..rules.rules import Rules
 from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
-from ..transform import fitting, layer_entries
+from ..transform import layer_entries
 from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, converted, floating, scaled
 from ..transform.model_config import config_of, followed
+from . import fitting
 from .computed import Equal, RowIntegers, RowScales, WeightedSum, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one

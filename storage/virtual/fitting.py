@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from . import layer_entries
+from ..transform import layer_entries
 
-BUFFER = re.compile(r"inv_freq$|masked_bias$|(?:^|\.)(?:attn|attention)\.bias$")
-"""Arrays that a model computes by itself and some writers store: frequencies and masks."""
 _HARD = re.compile(
     r"^(hidden_size|n_embd|d_model|head_dim|(qk|v)_.*head_dim|(num|n)_(attention_|key_value_|kv_)?heads?(_kv)?)$"
 )
