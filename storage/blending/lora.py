@@ -40,6 +40,11 @@ _TASKS = {
 """PEFT's task types by the ends of the names of architectures."""
 _SEQUENCES = re.compile(r"t5|bart|pegasus|m2m_100|led$|blenderbot|switch_transformers|prophetnet|plbart|mvp$|nllb")
 """Models with an encoder and a decoder of text; others have inputs that PEFT's task SEQ_2_SEQ_LM does not pass on."""
+_RENAMED = re.compile(
+    r"(axk2|bailing_hybrid|deepseek_v4|dory|gte|hrm_text|hy_v3|jina_embeddings_v3|kimi_linear|laguna|lara_mini|nemotron_h"
+    r"|nomic_bert|ultrabert)$"
+)
+"""Models of text whose modules transformers 5 calls otherwise than their files do; so it does most of several parts."""
 _PARTS = ("text_config", "vision_config", "audio_config")
 _NOT_ADAPTED = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 """Types of models whose ``out_proj`` PEFT refuses."""
@@ -139,7 +144,8 @@ def extract_lora(
     if _SEQUENCES.search(type_) and any(a.endswith("ForConditionalGeneration") for a in kinds):
         tasks.append("SEQ_2_SEQ_LM")
     notes = []
-    if "model_type" in said and not ("vocab_size" in said and said.keys().isdisjoint(_PARTS)):
+    plain = "vocab_size" in said and said.keys().isdisjoint(_PARTS) and not _RENAMED.match(type_)
+    if "model_type" in said and not plain:
         notes.append(
             f"modules have the names of the files; transformers 5 gives those of {type_!r} others, by which PEFT may "
             "find none of them: virtual.lora and lora-merge apply the adapter"

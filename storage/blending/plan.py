@@ -263,14 +263,15 @@ class Planner:
                 self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
         if len(lengths) > 1:
-            self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))
+            told = ", ".join(map(str, sorted(lengths)))
+            self._faults.add("the sources of a slice have different numbers of layers", told)
             return
         (n,) = lengths
         ranged = any(x.layers for x in s.sources)
         prefixes = {k[0] for x in s.sources for held in self.parents[x.model].layers.values() for k in held}
         if ranged and len(prefixes) > 1:
             self._faults.add(
-                "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
+                "layer_range: is not clear, as a model has several stacks of layers", ", ".join(sorted(prefixes))
             )
             return
         describes = next((i for i, x in enumerate(s.sources) if x.model == base), 0)

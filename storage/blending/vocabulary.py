@@ -74,7 +74,11 @@ class Vocabulary:
         size = end + len(joined) + len(added)
         if pad:
             size = -(-size // pad) * pad
-        notes = _notes(str(donor), own, others, len(joined), list(left.values()))
+        templates = [n for n in documents[base] if n.startswith(TEMPLATE)]
+        notes = [
+            f"{n}: left out, as the tokenizer is that of {donor}, which has none" for n in templates if n not in files
+        ]
+        notes += _notes(str(donor), own, others, len(joined), list(left.values()))
         for m, other in held.items():
             if gone := sorted(other.tokens.keys() - tokens.keys()):
                 some_of = f"{count(len(gone), 'token')} of {m}, whose rows are left out: {some(gone, 3)}"

@@ -36,6 +36,7 @@ from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.dual import choose_dual, is_dual
 from ..saving.items import SaveItem
+from ..saving.quantize import MARK
 from ..stores import atomic_directory, store
 from .attributes import attributes_left, held_attributes
 from .model_config import followed, untrue
@@ -252,6 +253,8 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         )
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
+    if any(path[-1:] == (MARK,) and bits == 4 for path, bits in scalar_leaves(held.structure)):
+        held.notes.append("safetensors keeps arrays alone, from which rows of four bits cannot be restored")
     sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     said |= {"": described(group)} if group else {}

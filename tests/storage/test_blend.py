@@ -875,6 +875,7 @@ LORA_KINDS: dict[str, tuple[dict[str, Any], str | None, bool]] = {
         None,
         True,
     ),
+    "renamed": ({"model_type": "nomic_bert", "vocab_size": 5, "architectures": ["NomicBertModel"]}, None, True),
     "nothing": ({}, None, False),
 }
 

@@ -168,7 +168,8 @@ def test_records_by_flat_names(tmp_path, form, bits):
     x = np.random.default_rng(0).standard_normal((4, 7)).astype("f4")
     held = quantize({"adam": {"v": x, "n": np.arange(3)}}, bits=bits)
     save(tmp_path / "a", held)
-    mt.convert(tmp_path / "a", tmp_path / "flat", format=form)
+    report = mt.convert(tmp_path / "a", tmp_path / "flat", format=form)
+    assert any("rows of four bits" in n for n in report.notes) == (form == "safetensors" and bits == 4)
     flat = load(tmp_path / "flat")
     for again in (lambda: quantize(flat), lambda: mt.storage.virtual.quantize(tmp_path / "flat")):
         with pytest.raises(errors.CheckpointError, match=r"key 'adam\.v' is quantised already"):

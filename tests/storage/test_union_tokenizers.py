@@ -412,7 +412,9 @@ def test_all_documents_of_a_tokenizer_are_of_one_model(tmp_path: Path, having: s
         if n in having:
             Path(where, "chat_template.jinja").write_text("{{ " + n + " }}")
     chosen = places.get(source.upper(), source)
-    joined(places["A"], places["B"], tmp_path / "out", tokenizer_source=chosen)
+    *_, report = joined(places["A"], places["B"], tmp_path / "out", tokenizer_source=chosen)
+    lost = owner == "B" and having == "A"
+    assert [n.startswith("chat_template.jinja: left out") for n in report.notes if "chat" in n] == [True] * lost
     held = open_checkpoint(tmp_path / "out").documents
     assert held["tokenizer_config.json"]["model_max_length"] == owner
     assert held.get("chat_template.jinja") == ("{{ " + owner + " }}" if owner in having else None)
