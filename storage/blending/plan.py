@@ -47,14 +47,15 @@ from .selective import AgentMerging, ArceeFusion, NearSwap
 from .vocabulary import Vocabulary
 
 _AHEAD = re.compile(
-    r"embed(?!_out|ding_norm)|pre_?la?yrnorm|pre_layernorm|feature_(extractor|projection)|relative_attention_bias|per_layer_"
-    r"|rotary|inv_freq|(^|\.)(w|w[tp]e|emb_\w+|project_in|(cls|class|mask|register)_tokens?|(conv_)?stem)(\.|$)"
+    r"embed(?!_out|ding_norm)|pre_?la?yrnorm|pre_layernorm|feature_(extractor|projection)|relative_attention_bias|rel_pos"
+    r"|per_layer_|rotary|inv_freq|deberta\.encoder\.LayerNorm|layoutlmv3\.(LayerNorm|norm)\."
+    r"|(^|\.)(w|w[tp]e|emb_\w+|mask_emb|project_in|(cls|class|mask|register)_tokens?|(conv_)?stem)(\.|$)"
 )
 """Names of arrays that come before the layers; all others come after them."""
 _BEHIND = re.compile(
-    r"(?i)(^|\.)(\w*(head|classifier|output|prediction|projection|projector)s?|cls|score|pooler|decoder|dense|logit_scale"
-    r"|final_logits_bias|(project|proj|embed)_out|out_proj|vocab_transform|(embedding|ln|norm)_(norm|f|out)"
-    r"|((final|post|last|output|model)_?)?(layer_?)?norm(_f|_final|_out)?)(\.|$)"
+    r"(?i)(^|\.)(\w*(head|classifier|output|prediction|projection|projector)s?|cls|score|pooler|dense|logit_scale"
+    r"|output_layer|final_logits_bias|(project|proj|embed)_out|out_proj|vocab_transform|(embedding|ln|norm)_(norm|f|out)"
+    r"|((final|post|last|output|model)_?)?(layer_?)?norm(_f|_final|_out)?)(\.|$)|^decoder\.(weight|bias)$"
 )
 """Names of those of which this is known."""
 
@@ -211,7 +212,9 @@ class Planner:
         if any(self._where not in [x.model for x in s.sources] for s in (first, last)):
             self._complete(last)
         for m in self.parents if self.donor.config else ():
-            hard, notes = fitting.compared(self.donor.config, self.parents[m].config, str(self._where), str(m))
+            hard, notes = fitting.compared(
+                self.donor.config, self.parents[m].config, str(self._where), str(m), not self.order
+            )
             self.notes += notes
             if hard:
                 self._faults.add(f"{self._not_of(m)}: {hard}", str(m), CheckpointShapeError)

@@ -13,27 +13,38 @@ _HARD = re.compile(
 )
 _ELSE = re.compile(
     r"^_|token|dropout|pdrop|^(output|return|use_cache|init|label|id2label|tie|auto|gradient|summary|loss|task)|vocab"
-    r"|_loss|dtype|version|architectures|quantization|_init|initializer|name|chunk_size|pretraining"
+    r"|_loss|dtype|version|architectures|quantization|_init|initializer|name|(?<!attention_)chunk_size|pretraining"
 )
 """Entries of ``config.json`` without a part in what layers compute."""
 
 
-def entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of the computation of all layers alike."""
+def entries(config: Mapping[str, Any], each: bool) -> dict[str, Any]:
+    """What a configuration says of the computation of all layers alike, and of ``each``."""
     rope = config.get("rope_parameters")
     plain = {k: v for k, v in config.items() if k != "rope_parameters"} | (rope if isinstance(rope, dict) else {})
-    return {k: v for k, v in plain.items() if not _ELSE.search(k) and not layer_entries.is_about_layers(k, config)}
+    plain = {k: v for k, v in plain.items() if k not in layer_entries.COUNTS and not _ELSE.search(k)}
+    return {k: v for k, v in plain.items() if each or not layer_entries.is_about_layers(k, config)}
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Entries of which two configurations say other things: (ours, theirs) by key."""
-    a, b = entries(ours), entries(theirs)
-    return {k: (a[k], b[k]) for k in a.keys() & b.keys() if a[k] != b[k]}
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], each: bool) -> dict[str, tuple[Any, Any]]:
+    """Entries of which two configurations say other things: (ours, theirs) by key; of lists of one length, the first
+    such elements."""
+    a, b = entries(ours, each), entries(theirs, each)
+    found = {k: (a[k], b[k]) for k in a.keys() & b.keys() if a[k] != b[k]}
+    for k, (x, y) in list(found.items()):
+        if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
+            del found[k]
+            i = next(i for i in range(len(x)) if x[i] != y[i])
+            found[f"{k}[{i}]"] = x[i], y[i]
+    return found
 
 
-def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str, there: str) -> tuple[str, list[str]]:
-    """(differences with which two configurations describe no one model, notes of those with which they may)."""
-    found = differing(ours, theirs)
+def compared(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str, there: str, each: bool = True
+) -> tuple[str, list[str]]:
+    """(differences with which two configurations describe no one model, notes of those with which they may). ``each``:
+    also of entries about single layers, which stay where they are."""
+    found = differing(ours, theirs, each)
     if hard := told(of_widths(found)):
         return hard, []
     notes = [f"config.json: what comes of {there} runs with that of {here}: {told(found.items())}"] * bool(found)

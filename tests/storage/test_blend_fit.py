@@ -275,6 +275,18 @@ def test_sums_of_models_that_compute_otherwise(tmp_path: Path, name: str) -> Non
     assert merge(SUMS[name](a, a), tmp_path / "same").notes == []
 
 
+def test_layers_of_other_kinds_at_one_place_are_noted(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    a, b = (made(tmp_path / n, {"layer_types": kinds[i : i + 3], "sliding_window": 8}) for i, n in enumerate("ab"))
+    told = "layer_types[0] is 'full_attention', and there 'sliding_attention'"
+    for notes in (
+        blend(linear(a, b), tmp_path / "blend").notes,
+        merge(virtual.mean([a, b]), tmp_path / "mean").notes,
+    ):
+        assert [told in n for n in notes] == [True]
+    assert blend(stacked(a, b), tmp_path / "slices").notes == []  # where entries follow the layers
+
+
 def test_integers_of_a_base_that_is_not_listed_are_the_first(tmp_path: Path) -> None:
     for n, v in (("base", 100), ("a", 200), ("b", 300)):
         save_safetensors(tmp_path / n, {"w": np.full(4, v, np.float32), "n": np.array(v)})
