@@ -247,8 +247,9 @@ def _marked(name: str, node: dict[str, Any]) -> dict[str, Any]:
         return node
     q, scale = node["q"], node["scale"]
     if "uint8" in str(q.dtype):
+        what = f"key {name!r}" if name else "an array"
         raise CheckpointError(
-            f"key {name!r} has rows of four bits, two a byte, and nothing says how long they are, as safetensors keeps "
+            f"{what} has rows of four bits, two a byte, and nothing says how long they are, as safetensors keeps "
             "arrays alone; write the quantised state as Zarr, or in eight bits"
         )
     dtype = str(scale.dtype).removeprefix("torch.")
