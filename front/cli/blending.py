@@ -87,7 +87,8 @@ def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any)
     r = mt.storage.extract_lora(tuned, base, dst, **options)
     text = f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, "
     text += f"at least {min(r.energy.values()):.1%} of each difference"
-    _tell(r, as_json, text + (f"; without a place in it: {', '.join(r.left)}" if r.left else ""))
+    text += f"; without a place in it: {', '.join(r.left)}" if r.left else ""
+    _tell(r, as_json, "\n".join([text, *r.notes]))
 
 
 COMMANDS = (blend, lora_merge, lora_extract)

@@ -27,7 +27,7 @@ _NAMES: dict[type, str] = {
     MergeReport: _MERGED,
     ConvertReport: _CONVERTED,
     BlendReport: f"{_CONVERTED} made",
-    LoraReport: "path ranks energy left seconds",
+    LoraReport: "path ranks energy left notes seconds",
 }
 
 

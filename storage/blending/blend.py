@@ -14,8 +14,8 @@ from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
-from ..transform.model_config import following
-from ..transform.tokenizer import FILES, renumbered
+from ..transform.model_config import following, untrue
+from ..transform.tokenizer import FILES, TEMPLATE, renumbered
 from ..virtual import expressions as ex
 from ..virtual.derive import Integers, Sources, lora
 from ..virtual.document import build
@@ -63,7 +63,8 @@ def blended(
         Names or patterns of the arrays to take and to leave out; what is left out is not compared.
     integers
         Whose integers and booleans are taken, of which there are no sums: they must be ``"equal"`` in all models, or
-        are those of the ``"first"`` or the ``"last"`` that the configuration lists.
+        are those of the ``"first"`` or the ``"last"`` that the configuration lists; a base that is not listed is the
+        first.
 
     Returns
     -------
@@ -136,9 +137,7 @@ class Blend(ex.Node):
         out = flat(label, "virtual", plan.tensors, {ex.LINEAGE: label})
         for a in out.arrays.values():
             a.rule = label
-        made = _documents(self.parsed, plan)
-        notes = dict.fromkeys(plan.notes)
-        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made, notes=notes)
+        out.documents = _documents(self.parsed, plan)
         return out
 
 
@@ -159,14 +158,14 @@ def _blended(
     return build(node, held.parents), node.plans[-1]
 
 
-def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
+def _documents(config: BlendConfig, plan: Planner) -> Documents:
     """Those of the base, or of the first model, with what the blend changes."""
     held = plan.donor.ckpt.documents
     out = held.every() if isinstance(held, Documents) else {}
     for card in [n for n in out if n.startswith("README")]:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
-        out = {n: data for n, data in out.items() if not n.startswith(FILES)} | plan.vocabulary.documents
+        out = {n: data for n, data in out.items() if not n.startswith((*FILES, TEMPLATE))} | plan.vocabulary.documents
         own = plan.vocabulary.models[config.models()[0]]
         for name in [n for n in ("config.json", "generation_config.json") if n in out]:
             out[name], notes = renumbered(name, out[name], own, plan.vocabulary.tokens)
@@ -176,14 +175,19 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
     if (said := out.get("config.json")) is not None:
         order = [(plan.parents[m].config, i) for m, i in plan.order]
         said, notes = following(said, plan.donor.tensors, plan.tensors, order or None)
-        plan.notes += notes
+        plan.notes += [*notes, *untrue(said, plan.tensors)]
         if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
             said = untied(said)  # blended by itself, it is not the embedding any more
         floats = {t.dtype.name for t in plan.tensors.values()}.intersection(dtypes.FLOATS)
         if (dtype := config.out_dtype or config.dtype or (floats.pop() if len(floats) == 1 else None)) is not None:
             said = with_dtype(said, dtype)  # to which transformers casts what it loads
         out["config.json"] = said
-    return out | {CONFIG: config.text.encode()}
+    out[CONFIG] = config.text.encode()
+    if not isinstance(held, Documents):
+        held = Documents("blend", {})
+    documents = held.replaced(held, out)  # which knows what else lies beside the model
+    documents.notes = tuple(dict.fromkeys(plan.notes))
+    return documents
 
 
 def blend(

@@ -99,6 +99,7 @@ class Source:
     model: ModelRef
     layers: tuple[int, int] | None  # all
     parameters: Settings
+    listed: bool = True  # and not the base, which the text names as such alone
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
     if said.get("models"):
         sources = list(_sources(said["models"], method, problems, ("model", "parameters")))
         if base is not None and all(s.model != base for s in sources):
-            sources.append(Source(base, None, {}))
+            sources.append(Source(base, None, {}, listed=False))
         slices.append(Slice(tuple(sources), None, {}))
     for s in _list(said.get("slices"), "slices", problems):
         problems.unknown("a slice", s, ("sources", "base_model", "parameters"))

@@ -33,12 +33,21 @@ _PREFIX = "base_model.model."
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
-    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
 """PEFT's task types by the ends of the names of architectures."""
+_SEQUENCES = re.compile(r"t5|bart|pegasus|m2m_100|led$|blenderbot|switch_transformers|prophetnet|plbart|mvp$|nllb")
+"""Models with an encoder and a decoder of text; others have inputs that PEFT's task SEQ_2_SEQ_LM does not pass on."""
+_RENAMED = re.compile(
+    r"(axk2|bailing_hybrid|deepseek_v4|dory|gte|hrm_text|hy_v3|jina_embeddings_v3|kimi_linear|laguna|lara_mini|nemotron_h"
+    r"|nomic_bert|ultrabert)$"
+)
+"""Models of text whose modules transformers 5 calls otherwise than their files do; so it does most of several parts."""
+_PARTS = ("text_config", "vision_config", "audio_config")
+_NOT_ADAPTED = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
+"""Types of models whose ``out_proj`` PEFT refuses."""
 _LOOKED_UP = re.compile(r"(embeddings?|embed_positions|wpe|relative_attention_bias)\.weight$")
 """Names of tables of positions and kinds of tokens, whose rows are looked up."""
 # ----- extraction -----------------------------------------------------------------------------------------------------
@@ -52,8 +61,9 @@ class LoraReport:
     path: str
     ranks: dict[str, int]
     energy: dict[str, float]
-    left: list[str] = field(default_factory=list)  # arrays that differ and are no matrices
+    left: list[str] = field(default_factory=list)  # arrays that differ and are no matrices of modules that PEFT adapts
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)  # of what PEFT may not load
 
 
 def extract_lora(
@@ -94,7 +104,9 @@ def extract_lora(
     Returns
     -------
     LoraReport
-        ``left`` names the arrays that differ and that an adapter has no place for: vectors and embeddings.
+        ``left`` names the arrays that differ and that an adapter has no place for: vectors and embeddings, and
+        ``out_proj`` of Mamba and its kin, which PEFT refuses. ``notes`` say where PEFT may look for modules by other
+        names.
 
     Raises
     ------
@@ -127,15 +139,24 @@ def extract_lora(
         refuse_scaled(ckpt, set(wanted))
     said = config_of(old.documents)
     turned = is_turned_model(said) if fan_in_fan_out is None else fan_in_fan_out
-    kinds = [str(a) for a in said.get("architectures") or ()]
+    type_, kinds = str(said.get("model_type")), [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
+    if _SEQUENCES.search(type_) and any(a.endswith("ForConditionalGeneration") for a in kinds):
+        tasks.append("SEQ_2_SEQ_LM")
+    notes = []
+    plain = "vocab_size" in said and said.keys().isdisjoint(_PARTS) and not _RENAMED.match(type_)
+    if "model_type" in said and not plain:
+        notes.append(
+            f"modules have the names of the files; transformers 5 gives those of {type_!r} others, by which PEFT may "
+            "find none of them: virtual.lora and lora-merge apply the adapter"
+        )
     with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:
         factors, ranks, kept, left = {}, {}, {}, []
         for n in wanted:
             delta = _real(new[n]) - _real(old[n])
             if not delta.any():
                 continue
-            if not _is_module(n, new[n]):
+            if not _is_module(n, new[n]) or (type_ in _NOT_ADAPTED and n.endswith(".out_proj.weight")):
                 left.append(n)
                 continue
             if rank is not None and rank > min(delta.shape):
@@ -173,7 +194,7 @@ def extract_lora(
         save_safetensors(os.path.join(folder.root, "adapter_model.safetensors"), factors, metadata={"format": "pt"})
         folder.put("adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
         folder.commit()
-    return LoraReport(target, ranks, kept, left, time.perf_counter() - started)
+    return LoraReport(target, ranks, kept, left, time.perf_counter() - started, notes)
 
 
 def _is_module(name: str, array: Any) -> bool:

@@ -18,16 +18,15 @@ from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
-from ..rules.dequantized import is_quantized
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
 from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, scaled
-from ..transform.model_config import HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..transform.model_config import BUFFER, HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..virtual import fitting
 from ..virtual.expressions import agreed
 from ..virtual.tied import ties_head
-from . import fitting
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -47,7 +46,18 @@ from .methods import (
 from .selective import AgentMerging, ArceeFusion, NearSwap
 from .vocabulary import Vocabulary
 
-_FIRST = re.compile(r"embed|wte|wpe")  # names of arrays that come before the layers
+_AHEAD = re.compile(
+    r"embed(?!_out|ding_norm)|pre_?la?yrnorm|pre_layernorm|feature_(extractor|projection)|relative_attention_bias|rel_pos"
+    r"|per_layer_|rotary|inv_freq|deberta\.encoder\.LayerNorm|layoutlmv3\.(LayerNorm|norm)\."
+    r"|(^|\.)(w|w[tp]e|emb_\w+|mask_emb|project_in|(cls|class|mask|register)_tokens?|(conv_)?stem)(\.|$)"
+)
+"""Names of arrays that come before the layers; all others come after them."""
+_BEHIND = re.compile(
+    r"(?i)(^|\.)(\w*(head|classifier|output|prediction|projection|projector)s?|cls|score|pooler|dense|logit_scale"
+    r"|output_layer|final_logits_bias|(project|proj|embed)_out|out_proj|vocab_transform|(embedding|ln|norm)_(norm|f|out)"
+    r"|((final|post|last|output|model)_?)?(layer_?)?norm(_f|_final|_out)?)(\.|$)|^decoder\.(weight|bias)$"
+)
+"""Names of those of which this is known."""
 
 
 @dataclass(frozen=True)
@@ -185,24 +195,29 @@ class Planner:
         return self.parents[self.config.models()[0]]
 
     def _plan(self) -> None:
-        first, last = self.config.slices[0], self.config.slices[-1]
+        first, last, unknown = self.config.slices[0], self.config.slices[-1], list[str]()
         for name in self._union(first, lambda p: p.loose):
-            if _FIRST.search(name):
+            if _AHEAD.search(name):
                 self._loose(first, name)
         for s in self.config.slices:
             self._slice(s)
         for name in self._union(last, lambda p: p.loose):
-            if not _FIRST.search(name):
+            if not _AHEAD.search(name):
                 self._loose(last, name)
+                if not _BEHIND.search(name) and _models(first) != _models(last):
+                    unknown.append(name)
+        if unknown:
+            told = f"{some(map(repr, unknown), 3)}: of {_models(last)}, as the last layers are, because nothing tells"
+            self.notes.append(f"{told} whether the model needs them before its layers or after them")
         if any(self._where not in [x.model for x in s.sources] for s in (first, last)):
             self._complete(last)
         for m in self.parents if self.donor.config else ():
-            found = fitting.differing(self.donor.config, self.parents[m].config)
-            if hard := dict(fitting.of_widths(found)):
-                self._faults.add(f"{self._not_of(m)}: {fitting.told(hard.items())}", str(m), CheckpointShapeError)
-            elif found:
-                entries = fitting.told(found.items())
-                self.notes.append(f"config.json: what comes of {m} runs with that of {self._where}: {entries}")
+            hard, notes = fitting.compared(
+                self.donor.config, self.parents[m].config, str(self._where), str(m), not self.order
+            )
+            self.notes += notes
+            if hard:
+                self._faults.add(f"{self._not_of(m)}: {hard}", str(m), CheckpointShapeError)
 
     @property
     def _where(self) -> ModelRef:
@@ -215,7 +230,7 @@ class Planner:
         """Add a head that the last models tie to their embedding, and look for arrays that the first has alone."""
         models = _models(last)
         for name in self.donor.loose:
-            if name in self.names or fitting.BUFFER.search(name):
+            if name in self.names or BUFFER.search(name):
                 continue
             if all(self.parents[x.model].tied(name) for x in last.sources):
                 self._loose(last, name)
@@ -251,14 +266,15 @@ class Planner:
                 self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
         if len(lengths) > 1:
-            self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))
+            told = ", ".join(map(str, sorted(lengths)))
+            self._faults.add("the sources of a slice have different numbers of layers", told)
             return
         (n,) = lengths
         ranged = any(x.layers for x in s.sources)
         prefixes = {k[0] for x in s.sources for held in self.parents[x.model].layers.values() for k in held}
         if ranged and len(prefixes) > 1:
             self._faults.add(
-                "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
+                "layer_range: is not clear, as a model has several stacks of layers", ", ".join(sorted(prefixes))
             )
             return
         describes = next((i for i, x in enumerate(s.sources) if x.model == base), 0)
@@ -282,13 +298,13 @@ class Planner:
         if self._where in [x.model for x in s.sources] or not kinds:
             return
         closest = max(kinds, key=lambda held: len(held & keys))
-        lacks = [f"{p}N{r}" for p, r in sorted(closest - keys) if not fitting.BUFFER.search(r)]
+        lacks = [f"{p}N{r}" for p, r in sorted(closest - keys) if not BUFFER.search(r)]
         for name in lacks:
             self._faults.add(f"{self._not_of(_models(s))}: its layers lack", name, CheckpointKeyError)
 
     def _fits(self, s: Slice, name: str, key: Any, shape: tuple[int, ...]) -> bool:
         """Whether an array has a shape that the model knows whose ``config.json`` is written; else a fault."""
-        if self._where in [x.model for x in s.sources] or fitting.BUFFER.search(name):
+        if self._where in [x.model for x in s.sources] or BUFFER.search(name):
             return True
         tokens = self.vocabulary is not None and is_embedding(name)
         known = self.donor.forms.get(key) or self.donor.forms.get(self.donor.tied(name))
@@ -337,7 +353,8 @@ class Planner:
             copied = self.config.method == "passthrough" and all(
                 each["scale"] in (None, 1) for each in self._parameters(s, name, own, base, t)[1].values()
             )
-            cast = sums and is_quantized(kinds[0]) and (self.config.dtype or self.config.out_dtype)
+            wanted = self.config.dtype or self.config.out_dtype
+            cast = sums and wanted not in (None, kinds[0].name)  # also of scales
             for m, n in zip(parts, names, strict=True):
                 if n in self.parents[m].scaled and (not copied or cast):
                     self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
@@ -351,8 +368,11 @@ class Planner:
             if len(set(kinds)) > 1 or kinds[0].kind == "c":
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
                 return
-            held = tuple(parts.values())
-            self.tensors[name] = agreed(name, held, self.integers, list(map(str, parts)), "mt.storage.blend")
+            ordered = sorted(zip(s.sources, parts.values(), strict=True), key=lambda both: both[0].listed)
+            held = tuple(part for _, part in ordered)  # the base before those that are listed
+            self.tensors[name] = agreed(
+                name, held, self.integers, [str(x.model) for x, _ in ordered], "mt.storage.blend"
+            )
             self.arrays[name] = BlendedArray("equal", told, {})
             return
         work = dtypes.by_name(self.config.dtype) if self.config.dtype else _promoted(kinds)

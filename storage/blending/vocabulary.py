@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import count, some
-from ..transform.tokenizer import FILES, PLAIN, Tokenizer
+from ..transform.tokenizer import FILES, PLAIN, TEMPLATE, Tokenizer
 from ..virtual.token_rows import MEAN, ZERO, Mean, TokenRows
 from .config import ModelRef, Problems
 
@@ -53,7 +53,8 @@ class Vocabulary:
         if pad is not None and (type(pad) is not int or pad < 1):
             problems.append(f"pad_to_multiple_of: is a positive number, got {pad!r}")
         problems.refuse("the vocabularies cannot be joined")
-        files = {n: documents[donor].raw(n) for n in documents[donor] if n.startswith(FILES)}  # type: ignore[attr-defined]
+        named = [n for n in documents[donor] if n.startswith((*FILES, TEMPLATE))]
+        files = {n: documents[donor].raw(n) for n in named}  # type: ignore[attr-defined]
         own = held[donor]
         others = [t for m, t in held.items() if m != donor] if source == "union" else []
         special = {t: None for o in others for t in o.added if t not in own.tokens}
@@ -73,7 +74,11 @@ class Vocabulary:
         size = end + len(joined) + len(added)
         if pad:
             size = -(-size // pad) * pad
-        notes = _notes(str(donor), own, others, len(joined), list(left.values()))
+        templates = [n for n in documents[base] if n.startswith(TEMPLATE)]
+        notes = [
+            f"{n}: left out, as the tokenizer is that of {donor}, which has none" for n in templates if n not in files
+        ]
+        notes += _notes(str(donor), own, others, len(joined), list(left.values()))
         for m, other in held.items():
             if gone := sorted(other.tokens.keys() - tokens.keys()):
                 some_of = f"{count(len(gone), 'token')} of {m}, whose rows are left out: {some(gone, 3)}"

@@ -172,13 +172,10 @@ class Documents(Mapping[str, Any]):
         exported: Mapping[str, str] | None = None,
         index: str = "",
         weights: Iterable[str] = (),
-        made: Mapping[str, bytes] | None = None,
-        notes: Iterable[str] = (),
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
-        self._made = made  # of documents that lie nowhere
         self._put: dict[str, bytes] = {}  # those in place of others
-        self.notes = tuple(notes)  # for people, of what was changed
+        self.notes: tuple[str, ...] = ()  # for people, of what was changed
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
         # compares.
@@ -211,8 +208,8 @@ class Documents(Mapping[str, Any]):
         if file not in self._sums:
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
         changes = self._edits.get(file, ())
-        if self._made is not None or file in self._put:
-            return reduce(lambda held, change: change(held), changes, ((self._made or {}) | self._put)[file])
+        if file in self._put:
+            return reduce(lambda held, change: change(held), changes, self._put[file])
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
         with self.generation.guarded():
@@ -267,9 +264,9 @@ class Documents(Mapping[str, Any]):
 
     def others(self) -> list[str]:
         """The other entries of a directory of safetensors, neither documents nor the weights that are read; folders end
-        in ``/``."""
+        in ``/``. None where this knows no weights: of a checkpoint of ours."""
         store = stores.at(self._root)
-        listed = self._made is None and store.lists
+        listed = bool(self._weights) and store.lists
         held = [*store.files(), *(f"{f}/" for f in store.folders())] if listed else []
         own = self._sums.keys() | self._weights
         return sorted(

@@ -13,7 +13,7 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,17 @@ import numpy as np
 from ... import arrays as mt
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from ...arrays.core.formatting import some
-from ...arrays.core.tree import Path, flatten_with_path, map_with_path
+from ...arrays.core.tree import flatten_with_path, map_with_path
 from ..base.leaves import taken
 from ..base.malformed import malformed
 from ..base.names import fits, leaf_name, patterns_of
 from ..format import dtypes
 from ..rules.casting import count_lost_rows
+from ..rules.dequantized import scale_beside
 
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
+_MEMBERS = (MARK, "q", "scale", "dtype", "length", "times")
 LEVELS = {8: 127, 4: 7}
 _MOST = 3.4e38  # the square of a root above it may be infinite in float32
 
@@ -94,10 +96,10 @@ def quantize(
             f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass "
             "allow_again=True"
         )
-    patterns, paths = patterns_of(keys), [path for path, _ in flatten_with_path(tree)]
-    refuse_quantized(paths, patterns)
-    if unused := [p for p in patterns if p != "*" and not any(fits(leaf_name(path), p) for path in paths)]:
-        raise CheckpointKeyError(f"nothing matches {unused}; the tree holds {some(map(leaf_name, paths), 12)}")
+    patterns, leaves = patterns_of(keys), {leaf_name(path): leaf for path, leaf in flatten_with_path(tree)}
+    refuse_quantized(leaves, patterns)
+    if unused := [p for p in patterns if p != "*" and not any(fits(name, p) for name in leaves)]:
+        raise CheckpointKeyError(f"nothing matches {unused}; the tree holds {some(leaves, 12)}")
 
     def one(path: Any, leaf: Any) -> Any:
         name = leaf_name(path)
@@ -122,13 +124,20 @@ def quantize(
     return map_with_path(one, tree)
 
 
-def refuse_quantized(paths: Iterable[Path], patterns: Iterable[str]) -> None:
-    """Raise where one of the leaves marks a quantised array whose scales fit the patterns."""
-    for path in paths:
-        if path and path[-1] == MARK and fits(leaf_name((*path[:-1], "scale")), patterns):
+def refuse_quantized(leaves: Mapping[str, Any], patterns: Iterable[str]) -> None:
+    """Raise where one of the leaves, by name, is quantised as its mark or its dtype says, and its scales fit the
+    patterns."""
+    found = {n.removesuffix(MARK).removesuffix("."): f"{n.removesuffix(MARK)}scale" for n in leaves if n.endswith(MARK)}
+    for name, leaf in leaves.items():
+        kind = str(getattr(leaf, "dtype", "")).removeprefix("torch.")
+        scale = scale_beside(name, dtypes.by_name(kind), leaves) if kind.startswith(("int", "uint", "float8")) else None
+        if scale is not None:
+            found.setdefault(name.removesuffix(".q"), scale)
+    for name, scale in found.items():
+        if fits(scale, patterns):
             raise CheckpointError(
-                f"key {leaf_name(path[:-1])!r} is quantised already: restore it first (tree, times = "
-                "dequantize(tree)), or leave it out of keys="
+                f"key {name!r} is quantised already: restore it first (tree, times = dequantize(tree)), or leave it "
+                "out of keys="
             )
 
 
@@ -188,13 +197,19 @@ def _unpack(packed: np.ndarray, length: int) -> np.ndarray:
 def dequantize(tree: Any) -> tuple[Any, int]:
     """(the tree with floating arrays again, how often it has been through quantisation at most).
 
-    Raises `CorruptCheckpoint` where a quantised array is not what `quantize` makes.
+    A flat tree, as `load` gives it of safetensors or DCP, has the arrays of each record under the record's name with a
+    dot (``w.q``, ``w.scale``). Without the other members, which safetensors has no place for, eight bits are restored
+    in the dtype of the scales.
+
+    Raises `CorruptCheckpoint` where a quantised array is not what `quantize` makes, and `CheckpointError` for four bits
+    without the length of their rows.
     """
     most = 0
 
     def walk(node: Any) -> Any:
         nonlocal most
         if isinstance(node, dict):
+            node = _gathered(node)
             if MARK in node:
                 most = max(most, int(node.get("times", 1)))
                 return _large(node)
@@ -205,6 +220,40 @@ def dequantize(tree: Any) -> tuple[Any, int]:
 
     out = walk(tree)
     return out, most
+
+
+def _gathered(node: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict with the members of records of flat names under one name each, and with their marks."""
+    if node.keys() == {"q", "scale"} and _is_record(node):
+        return _marked("", node)
+    flat = [n[:-2] for n in node if isinstance(n, str) and n.endswith(".q")]
+    held = {s: {m: node[f"{s}.{m}"] for m in _MEMBERS if f"{s}.{m}" in node} for s in flat if s not in node}
+    held = {s: record for s, record in held.items() if MARK in record or _is_record(record)}
+    owner = {f"{s}.{m}": s for s, record in held.items() for m in record}
+    return {owner.get(n, n): _marked(owner[n], held[owner[n]]) if n in owner else v for n, v in node.items()}
+
+
+def _is_record(node: Mapping[str, Any]) -> bool:
+    """Whether arrays are those of a record, as their dtypes and shapes tell."""
+    q, scale = (node.get(m) for m in ("q", "scale"))
+    kinds = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, scale)]
+    fits = kinds[0] in ("int8", "uint8") and kinds[1] in ("float32", "float64") and len(q.shape) > 0  # type: ignore[union-attr]
+    return fits and tuple(scale.shape) == (*q.shape[:-1], 1)  # type: ignore[union-attr]
+
+
+def _marked(name: str, node: dict[str, Any]) -> dict[str, Any]:
+    """A record with its mark, of eight bits where it has lost that."""
+    if MARK in node:
+        return node
+    q, scale = node["q"], node["scale"]
+    if "uint8" in str(q.dtype):
+        what = f"key {name!r}" if name else "an array"
+        raise CheckpointError(
+            f"{what} has rows of four bits, two a byte, and nothing says how long they are, as safetensors keeps "
+            "arrays alone; write the quantised state as Zarr, or in eight bits"
+        )
+    dtype = str(scale.dtype).removeprefix("torch.")
+    return {MARK: 8, **node, "dtype": dtype, "length": int(q.shape[-1])}
 
 
 def _large(node: dict[str, Any]) -> Any:

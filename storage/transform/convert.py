@@ -36,6 +36,7 @@ from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.dual import choose_dual, is_dual
 from ..saving.items import SaveItem
+from ..saving.quantize import MARK
 from ..stores import atomic_directory, store
 from .attributes import attributes_left, held_attributes
 from .model_config import followed, untrue
@@ -150,10 +151,10 @@ class Selection:
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
 
     def left_behind(self) -> list[str]:
-        """Files and folders beside another writer's model that are not copied."""
+        """Files and folders beside another writer's model that are not copied. Of several, beside the one whose
+        documents are."""
         held = self.ckpt.documents
-        foreign = self.ckpt.manifest is None and self.ckpt.computed is None
-        return held.others() if foreign and isinstance(held, Documents) else []
+        return held.others() if isinstance(held, Documents) else []
 
     @classmethod
     def of(
@@ -186,14 +187,18 @@ class Selection:
             for n in arrays:
                 ckpt.arrays[n].check()
         ahead.expect(arrays.values())
-        wanted = None if dtype is None else floating(dtype)
+        wanted, notes = None if dtype is None else floating(dtype), list[str]()
         if wanted is not None:
             arrays = converted(arrays, wanted)
+            kept = [n for n, t in arrays.items() if t.dtype.name in dtypes.FLOATS and t.dtype != wanted]
+            notes += [f"dtype: scales of quantised arrays keep theirs: {some(kept, 3)}"] if kept else []
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         paths = {n: ckpt.arrays[n].path for n in arrays}
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
         unread = unread_of(ckpt, keys, drop)
-        return cls(ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved, before=before)
+        return cls(
+            ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved, notes, before=before
+        )
 
 
 def floating(dtype: Any) -> np.dtype:
@@ -206,9 +211,12 @@ def floating(dtype: Any) -> np.dtype:
 
 
 def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
-    """Tensors whose floating ones have this dtype. Refuses quantised weights: their values are numbers times a scale
-    beside them, which a cast would lose."""
+    """Tensors whose floating ones have this dtype, other than scales of quantised weights: rounded, they would change
+    all of these. Refuses such weights that are floating: their values are numbers times a scale beside them, which a
+    cast would lose."""
+    scales = set()
     for name, scale in scaled(arrays):
+        scales.add(scale)
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
             raise CheckpointDTypeError(
@@ -216,7 +224,7 @@ def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
                 f"the scale. Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, "
                 "leave dtype= out, or leave such arrays out with drop="
             )
-    fixed = {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
+    fixed = scales | {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
     return {n: t if n in fixed else Converted(n, t, wanted) for n, t in arrays.items()}
 
 
@@ -245,6 +253,8 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         )
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
+    if any(path[-1:] == (MARK,) and bits == 4 for path, bits in scalar_leaves(held.structure)):
+        held.notes.append("safetensors keeps arrays alone, from which rows of four bits cannot be restored")
     sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     said |= {"": described(group)} if group else {}
@@ -350,9 +360,10 @@ def convert(
         Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop``
         speak of names without it.
     dtype
-        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or
-        ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
-        refused: without it their numbers mean something else; the step ``dequantize`` of key rules applies it.
+        Convert all floating arrays to this dtype, other than the scales of quantised ones. A ``config.json`` that goes
+        along then names it as ``dtype`` or ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and
+        ``w_scale`` or ``w_scale_inv``) are refused: without it their numbers mean something else; the step
+        ``dequantize`` of key rules applies it.
     compression
         For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the
         same are then copied as they are. An interrupted run goes on after the last shard that was complete.

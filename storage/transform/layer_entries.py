@@ -23,6 +23,11 @@ _BY_CLASS = re.compile(
 )
 """Models whose class says which layers see a window, where the configuration does not."""
 _FROM_THE_END = re.compile(r"gemma4|diffusion_gemma|embedding_gemma2|deepseek_v4|flint|neomme|muse_(glimmer|spark)")
+_NEEDS = {
+    "sliding_attention": ("sliding_window", "use_sliding_window"),
+    "chunked_attention": ("attention_chunk_size",),
+}
+"""Entries without which, where they are there and empty, a kind of attention has no meaning."""
 _AT_THE_END = frozenset(["num_kv_shared_layers"])  # counts the last layers
 _EVERY = re.compile(
     r"sparse_step$|layer_freq$|layer_step$|layer_interval$|every_n_layers$|layer_period$|attention_(interval|frequency)$|window_pattern$"
@@ -63,6 +68,14 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
             notes.append(
                 f"config.json: {key!r} speaks of layers by their numbers, which are others now; see whether "
                 f"{config.get(key)!r} is right"
+            )
+    for named, keys in _NEEDS.items():
+        if named in (config.get("layer_types") or ()) and not all(config.get(k, True) for k in keys):
+            other = next((c for c, _ in order if all(c.get(k) for k in keys[:1])), {})
+            cure = ", ".join(f"{k!r}: {other[k]!r}" for k in keys if k in other)
+            notes.append(
+                f"config.json: transformers cannot run this model as it is: 'layer_types' names {named!r}, and "
+                f"{keys[0]!r} is {config.get(keys[0])!r}; write {{{cure}}}, or take the model that says so as the base"
             )
     kind, told = str(config.get("model_type")), any(k in _TYPES or _EVERY.search(k) for k in config)
     counts = _FROM_THE_END.match(kind)

@@ -32,10 +32,13 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of heads, which a model may tie to its embedding and not store."""
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 """The number of the layer in the name of an array."""
+BUFFER = re.compile(r"inv_freq$|masked_bias$|(?:^|\.)(?:attn|attention)\.bias$")
+"""Arrays that a model computes by itself and some writers store: frequencies and masks."""
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 _OF_EXPERTS = re.compile(rf"{LAYER.pattern}.*\.experts\.")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ELSE = re.compile(r"vision|visual|audio|speech|encoder|mtp")  # in names of stacks that are not the layers of text
+_AHEAD = "num_nextn_predict_layers"  # counts further layers, which predict later tokens
 _SIZES = re.compile(r"size|dim|width|position|channels|labels|experts|n_embd|n_inner|n_ctx")  # names of such entries
 
 Order = Sequence[tuple[dict[str, Any], int]]  # the configuration that describes each layer, and its number there
@@ -150,8 +153,8 @@ def following(
 
 def untrue(config: bytes, arrays: Mapping[str, Any]) -> list[str]:
     """Notes of sizes in a configuration of other weights that these arrays do not have."""
-    rows, notes = _rows(arrays), list[str]()
-    layers = max((len(numbers) for numbers in _stacks(arrays).values()), default=0)
+    rows, stacks, notes = _rows(arrays), _stacks(arrays), list[str]()
+    layers = max((len(numbers) for numbers in stacks.values()), default=0)
 
     def look(told: dict[str, Any]) -> dict[str, Any]:
         inner = layer_entries.inner(told)
@@ -159,7 +162,8 @@ def untrue(config: bytes, arrays: Mapping[str, Any]) -> list[str]:
         if rows and type(size) is int and size not in rows:
             has = some(rows, 3)
             notes.append(f"config.json: vocab_size is {size}, and the embeddings here have {has} rows")
-        if count is not None and inner[count] > layers > 0:
+        more = len(stacks) == 1 and count is not None and layers > inner[count] + (inner.get(_AHEAD) or 0)
+        if count is not None and (more or inner[count] > layers > 0) and "num_hidden_groups" not in inner:
             notes.append(f"config.json: {count} is {inner[count]}, and there are {layers} layers here")
         return told
 
@@ -248,15 +252,13 @@ def _layers(
 
 def _vocabulary(inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     rows, now = _rows(before), _rows(after)
-    if rows == now or not now or type(size := inner.get("vocab_size")) is not int:
+    if rows == now or not now or type(size := inner.get("vocab_size")) is not int or (not rows and size in now):
         return []
     if len(now) == 1 and size in rows:
         inner["vocab_size"] = now[0]
         return []
-    return [
-        f"config.json: see whether vocab_size {size} is right: the embeddings had {some(map(str, rows), 3)} rows, and "
-        f"have {some(map(str, now), 3)}"
-    ]
+    had = f"had {some(rows, 3)} rows, and have" if rows else "have"
+    return [f"config.json: see whether vocab_size {size} is right: the embeddings {had} {some(now, 3)}"]
 
 
 def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -281,7 +283,14 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
     tied = inner.get("tie_word_embeddings")
     lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and not tied and n not in used | after.keys()]
     ties = "does not tie" if tied is False else "does not say that it ties"
-    return notes + [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
+    notes += [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
+    real = set().union(*(_origins(t, known) for t in after.values()))
+    layers = {_layer_of(n) for n in real} - {""}
+    gone = [
+        n for n in before if n not in real and n not in after and not BUFFER.search(n) and not _OF_EXPERTS.search(n)
+    ]
+    gone = [n for n in gone if _layer_of(n) in layers or (n.endswith(TABLES) and is_embedding(n))]
+    return notes + [f"config.json: arrays of the model are not here: {some(gone, 3)}"] * bool(gone)
 
 
 def _sizes(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -71,9 +71,11 @@ class Lora(Node):
         factored = [n for module, _ in pairs for n in (f"{module}.weight", module)]
         refuse_scaled(base, {*factored, *(t for t, _ in held.values())})
         alone = [t for t, what in held.values() if what == "copy" or (what == "whole" and self._is_copy(t))]
-        base = with_own_head(base, alone, [f"{module}.weight" for module, _ in pairs])
+        rows = {t: self._rows_of(t) for t, what in held.values() if what == "rows"}
+        own_rows = [t for t in rows if t not in base and rows[t] != rows.get(str(stands_for(t, base)))]
+        base = with_own_head(base, alone, [*own_rows, *(f"{module}.weight" for module, _ in pairs)])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
-        parted = [n for n in arrays if n not in before and n not in alone]  # heads that were tied
+        parted = [n for n in arrays if n not in before and n not in (*alone, *own_rows)]  # heads that were tied
         said = {t for t, _ in held.values()}
         tied = [n for n, (t, _) in held.items() if t not in arrays and stands_for(t, arrays) in said]  # told twice
         strange = [n for n, (t, _) in held.items() if t not in arrays and n not in tied]
@@ -92,15 +94,19 @@ class Lora(Node):
             new = new if new.dtype == old.dtype else Converted(target, new, old.dtype)
             tokens = is_embedding(target)
             if what == "rows":
-                rows = next((rows for m, rows in self.tokens if target.removesuffix(".weight").endswith(m)), ())
-                fits = (len(rows), *old.shape[1:]) == tuple(new.shape) and max(rows, default=0) < old.shape[0]
-                if fits:  # of the module that a tied head shares, too
+                least = max(rows[target], default=0) + 1
+                if (len(rows[target]), *old.shape[1:]) != tuple(new.shape):
+                    lines.append(f"  {name} of the adapter has the shape {new.shape}, and {target} {old.shape}")
+                elif least > old.shape[0]:
+                    lines.append(
+                        f"  {name} of the adapter is of tokens up to {least - 1}, and {target} has {old.shape[0]} "
+                        f"rows; apply it to the base after resize_token_embeddings({least}), or more as it was trained"
+                    )
+                else:  # of the module that a tied head shares, too
                     for n in (target, *(h for h in parted if stands_for(h, before) == target)):
-                        arrays[n] = _with_rows(n, arrays[n], new, rows)
-                    continue
-            else:
-                fits = tuple(new.shape[tokens:]) == tuple(old.shape[tokens:])
-            if not fits:
+                        arrays[n] = _with_rows(n, arrays[n], new, rows[target])
+                continue
+            if tuple(new.shape[tokens:]) != tuple(old.shape[tokens:]):
                 lines.append(f"  {name} of the adapter has the shape {new.shape}, and {target} {old.shape}")
             arrays[target] = new
         for (module, form), ab in pairs.items():
@@ -133,6 +139,10 @@ class Lora(Node):
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
         documents = _with_tokenizer(base.documents, adapter.documents, token_rows(before), token_rows(arrays))
         return computed_from(self, base, arrays, documents=followed(documents, before, arrays))
+
+    def _rows_of(self, target: str) -> tuple[int, ...]:
+        """The rows of a table that it trained (``trainable_token_indices``)."""
+        return next((rows for m, rows in self.tokens if target.removesuffix(".weight").endswith(m)), ())
 
     def _is_copy(self, target: str) -> bool:
         """Whether the adapter trained a copy of a module, which is tied to no other (``modules_to_save``)."""

@@ -22,8 +22,10 @@ from ...arrays.core.errors import (
     CheckpointError,
     CheckpointKeyError,
     CheckpointShapeError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
 )
-from ..base.names import fits
+from ..base.names import fits, leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
@@ -36,9 +38,11 @@ from ..rules.rules import Rules
 from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
+from ..transform import layer_entries
 from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, converted, floating, scaled
-from ..transform.model_config import followed
+from ..transform.model_config import config_of, followed
+from . import fitting
 from .computed import Equal, RowIntegers, RowScales, WeightedSum, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
@@ -215,6 +219,27 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))
 
 
+def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, Any]:
+    """The documents of the base, with notes of what others say of the computation. Raises `CheckpointShapeError` where
+    these describe no one model."""
+    try:
+        configs = [layer_entries.inner(config_of(c.documents)) for c in made]
+        own = layer_entries.inner(config_of(base.documents))
+    except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
+        return base.documents
+    faults, notes = [], dict[str, None]()
+    for ckpt, config in zip(made, configs, strict=True):
+        hard, told = fitting.compared(own, config, base.path, ckpt.path)
+        notes |= dict.fromkeys(told)
+        faults += [f"  {ckpt.path}: {hard}"] * bool(hard)
+    if faults:
+        raise CheckpointShapeError(
+            "\n".join([f"the parents make no model with the config.json of {base.path}", *faults])
+        )
+    held = base.documents
+    return held.edited("config.json", bytes, list(notes)) if notes and isinstance(held, Documents) else held
+
+
 def agreed(name: str, parts: Sequence[Any], integers: str, places: Sequence[str], call: str) -> Any:
     """An array of which no sums are taken. ``call`` is the function that the user may give ``integers=``."""
     if integers != "equal" or len(parts) == 1:
@@ -257,6 +282,7 @@ class Arithmetic(Node):
         for ckpt in made:
             refuse_scaled(ckpt)
         base = made[self.base]
+        documents = _of_one_model(base, made)
         arrays: dict[str, Any] = {}
         places, known = [c.path for c in made], dict[str, Any]()
         for name in base:
@@ -270,7 +296,7 @@ class Arithmetic(Node):
                 arrays[name] = WeightedSum(name, parts, self.terms, self.divisor, self.base)
         step = base.step if self.own_step or len({c.step for c in made}) == 1 else None
         skipped = {n: why for c in made for n, why in c.skipped.items()}
-        return computed_from(self, base, arrays, step=step, skipped=skipped)
+        return computed_from(self, base, arrays, step=step, skipped=skipped, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -396,7 +422,8 @@ class Quantize(Node):
         base = made[0]
         stored, held = list(base.arrays.values()), dict[str, StoredArray]()
         label = str(self)
-        refuse_quantized((path for path, _ in scalar_leaves(base.structure)), self.keys)
+        marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
+        refuse_quantized({**base.arrays, **marks}, self.keys)
         select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:

@@ -30,7 +30,7 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     base
         The model that the adapter is applied to.
     whole, factored
-        Names of the weights that the adapter trained whole, and of those that it has factors for.
+        Names of the weights that the adapter trained whole, and of those that it has factors or single rows for.
 
     Raises
     ------
@@ -61,8 +61,8 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     head = heads[0] if heads else f"{(start and start[1]) or ''}{HEADS['embed_in' in tables[0]]}"
     if isinstance(documents, Documents) and config:
         note = (
-            f"{head} has factors and a tied base, so it is an array of its own, as in the model that was trained; "
-            "merge_and_unload of PEFT changes the embedding with it"
+            f"{head} has factors or tokens of its own and a tied base, so it is an array of its own, as in the model "
+            "that was trained; merge_and_unload of PEFT changes the embedding with it"
         )
         documents = documents.edited("config.json", untied, [note] * (head in factored and head not in base))
     if head in base or (embedding := stands_for(head, base)) is None:

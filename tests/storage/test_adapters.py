@@ -73,6 +73,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, Any, Any]] = {
         with_rows(OLD, [2, 3]),
         None,
     ),
+    "tokens of a tied head": (
+        {"lm_head.token_adapter.trainable_tokens_delta": ROWS},
+        {"trainable_token_indices": {"lm_head": [2, 0]}},
+        True,
+        OLD,
+        with_rows(OLD, [2, 0]),
+    ),
+    "other tokens of a tied head": (
+        {DELTA: ROWS, "lm_head.token_adapter.trainable_tokens_delta": ROWS},
+        {"trainable_token_indices": {"lm_head": [2, 0], "embed_tokens": [3, 4]}},
+        True,
+        with_rows(OLD, [3, 4]),
+        with_rows(OLD, [2, 0]),
+    ),
+    "the same tokens of a tied head": (
+        {DELTA: ROWS, "lm_head.token_adapter.trainable_tokens_delta": ROWS},
+        {"trainable_token_indices": {"lm_head": [3, 4], "embed_tokens": [3, 4]}},
+        True,
+        with_rows(OLD, [3, 4]),
+        None,
+    ),
     "tokens of a resized one": (
         {DELTA: ROWS, named(TABLE, TOKEN): NEW, HEAD: OTHER},
         {"trainable_token_indices": [6, 0]},
@@ -112,11 +133,13 @@ def test_what_an_adapter_holds_beside_factors_is_applied(tmp_path: Path, name: s
         virtual.lora(tmp_path / "base", tmp_path / "lora", scale=0.5)
 
 
+HEAD_ROWS = {"lm_head.token_adapter.trainable_tokens_delta": ROWS}
 ON_HEAD = {"lm_head.lora_A.weight": EYE[:1], "lm_head.lora_B.weight": A.T[:5]}
 NOTES: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
     "factors of the embedding": (FACTORS, True, ["model.embed_tokens.weight is the head, too"]),
-    "factors of the head": (ON_HEAD, True, ["lm_head.weight has factors and a tied base"]),
-    "factors of both": (FACTORS | ON_HEAD, True, ["lm_head.weight has factors and a tied base"]),
+    "factors of the head": (ON_HEAD, True, ["lm_head.weight has factors or tokens of its own"]),
+    "factors of both": (FACTORS | ON_HEAD, True, ["lm_head.weight has factors or tokens of its own"]),
+    "tokens of the head": (HEAD_ROWS, True, ["lm_head.weight has factors or tokens of its own"]),
     "no tie": (FACTORS | ON_HEAD, False, []),
     "factors of neither": ({}, True, []),
 }
@@ -126,7 +149,8 @@ NOTES: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
 def test_factors_beside_a_tie_are_noted(tmp_path: Path, name: str) -> None:
     arrays, tied, wanted = NOTES[name]
     arrays = {n: x[:, :5] if n.endswith("embedding_A") else x for n, x in arrays.items()}
-    made = virtual.lora(base(tmp_path / "base", tied), adapter(tmp_path / "lora", arrays))
+    rows = {"trainable_token_indices": {"lm_head": [0, 2]}}
+    made = virtual.lora(base(tmp_path / "base", tied), adapter(tmp_path / "lora", arrays, **rows))
     notes = merge(made, tmp_path / "out").notes
     assert len(notes) == len(wanted)
     assert all(n.startswith(w) and "merge_and_unload of PEFT" in n for n, w in zip(notes, wanted, strict=True))
@@ -272,3 +296,10 @@ def test_adapters_that_do_not_hold_all_are_refused(tmp_path: Path, name: str) ->
     arrays, config, message = REFUSED[name]
     with pytest.raises(CheckpointKeyError, match=message):
         virtual.lora(base(tmp_path / "base", False), adapter(tmp_path / "lora", arrays, **config))
+
+
+def test_new_tokens_of_a_base_without_rows_for_them_say_how_many_it_takes(tmp_path: Path) -> None:
+    tokens = adapter(tmp_path / "lora", {DELTA: ROWS}, trainable_token_indices=[5, 6])
+    with pytest.raises(CheckpointKeyError, match=r"tokens up to 6.*has 5 rows; .*resize_token_embeddings\(7\)") as e:
+        virtual.lora(base(tmp_path / "base", False), tokens)
+    assert "which it does not hold" not in str(e.value)

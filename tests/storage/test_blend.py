@@ -854,3 +854,45 @@ def test_the_configuration_names_the_dtype_that_was_written(tmp_path):
     held = mt.open_checkpoint(tmp_path / "out")
     assert held["w"].dtype == np.float32
     assert held.documents["config.json"] == {"dtype": "float32"}
+
+
+LORA_KINDS: dict[str, tuple[dict[str, Any], str | None, bool]] = {
+    # config.json, the task of PEFT, and whether PEFT may know the modules by other names
+    "text": ({"model_type": "llama", "vocab_size": 5, "architectures": ["LlamaForCausalLM"]}, "CAUSAL_LM", False),
+    "T5": (
+        {"model_type": "mt5", "vocab_size": 5, "architectures": ["MT5ForConditionalGeneration"]},
+        "SEQ_2_SEQ_LM",
+        False,
+    ),
+    "speech": (
+        {"model_type": "whisper", "vocab_size": 5, "architectures": ["WhisperForConditionalGeneration"]},
+        None,
+        False,
+    ),
+    "images": ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, None, True),
+    "both": (
+        {"model_type": "llava", "text_config": {}, "architectures": ["LlavaForConditionalGeneration"]},
+        None,
+        True,
+    ),
+    "renamed": ({"model_type": "nomic_bert", "vocab_size": 5, "architectures": ["NomicBertModel"]}, None, True),
+    "nothing": ({}, None, False),
+}
+
+
+@pytest.mark.parametrize("name", LORA_KINDS)
+def test_the_task_of_an_adapter_is_one_that_its_model_has(tmp_path: Path, name: str) -> None:
+    said, task, noted = LORA_KINDS[name]
+    base = model(tmp_path / "base", {"m.q.weight": np.eye(4)}, {"config.json": said})
+    report = extract_lora(model(tmp_path / "tuned", {"m.q.weight": np.ones((4, 4))}), base, tmp_path / "out", rank=1)
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] == task
+    assert [said["model_type"] in n and "virtual.lora" in n for n in report.notes] == [True] * noted
+
+
+def test_modules_that_peft_does_not_adapt_are_left(tmp_path: Path) -> None:
+    arrays = {f"backbone.layers.0.mixer.{n}.weight": np.eye(4) for n in ("in_proj", "out_proj")}
+    tuned = model(tmp_path / "tuned", {n: x + 1 for n, x in arrays.items()})
+    for kind, left in (("mamba", ["backbone.layers.0.mixer.out_proj.weight"]), ("bamba", [])):
+        base = model(tmp_path / kind, arrays, {"config.json": {"model_type": kind, "vocab_size": 5}})
+        report = extract_lora(tuned, base, tmp_path / f"{kind}-lora", rank=1)
+        assert (report.left, len(report.ranks)) == (left, 2 - len(left))

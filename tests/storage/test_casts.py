@@ -14,13 +14,17 @@ from meshtape.storage import (
     CastLoss,
     LoadReport,
     Rules,
+    blend,
     convert,
+    dequantize,
     load,
     merge,
     open_checkpoint,
+    quantize,
     reshard,
     save,
     save_safetensors,
+    virtual,
 )
 from meshtape.storage.format import dtypes
 from meshtape.storage.rules import casting
@@ -378,3 +382,20 @@ def test_a_run_with_other_rules_of_the_same_shapes_starts_anew(kit, tmp_path):
     got = open_checkpoint(tmp_path / "out")
     assert kit.same(got["x"].read(), held["b"])
     assert kit.same(got["y"].read(), held["a"])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scales_of_quantised_states_keep_their_dtype(tmp_path, bits, dtype):
+    """Rounded they would change all numbers of a row; in float16 these would become zero."""
+    x = np.random.default_rng(0).random((8, 16)).astype("f4") * np.float32(1e-11)
+    save(tmp_path / "a", {"w": np.ones(4, "f4"), "opt": quantize({"v": x}, bits=bits)})
+    wanted = np.asarray(dequantize(load(tmp_path / "a"))[0]["opt"]["v"])
+    report = convert(tmp_path / "a", tmp_path / "b", format="zarr", dtype=dtype)
+    assert report.notes == ["dtype: scales of quantised arrays keep theirs: opt.v.scale"]
+    for held in (load(tmp_path / "b"), load(virtual.cast(tmp_path / "a", dtype))):
+        assert np.asarray(held["w"]).dtype.name == dtype
+        np.testing.assert_array_equal(np.asarray(dequantize(held)[0]["opt"]["v"]), wanted)
+    config = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "a")}], "dtype": dtype}
+    with pytest.raises(errors.CheckpointError, match="is quantised"):
+        blend(config, tmp_path / "c", integers="first")

@@ -159,3 +159,34 @@ def test_tensors_of_pytorch(dtype):
     for part in ("q", "scale"):
         np.testing.assert_array_equal(np.asarray(held["m"][part]), np.asarray(wanted[part]))
     assert mt.storage.estimate({"m": x}) == mt.storage.estimate({"m": ((3, 4), dtype)})
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_records_by_flat_names(tmp_path, form, bits):
+    """Of a file without a tree: restored, or refused, and never taken for numbers."""
+    x = np.random.default_rng(0).standard_normal((4, 7)).astype("f4")
+    held = quantize({"adam": {"v": x, "n": np.arange(3)}}, bits=bits)
+    save(tmp_path / "a", held)
+    report = mt.convert(tmp_path / "a", tmp_path / "flat", format=form)
+    assert any("rows of four bits" in n for n in report.notes) == (form == "safetensors" and bits == 4)
+    flat = load(tmp_path / "flat")
+    for again in (lambda: quantize(flat), lambda: mt.storage.virtual.quantize(tmp_path / "flat")):
+        with pytest.raises(errors.CheckpointError, match=r"key 'adam\.v' is quantised already"):
+            again()
+    if form == "safetensors" and bits == 4:
+        with pytest.raises(errors.CheckpointError, match=r"'adam\.v' has rows of four bits.*how long"):
+            dequantize(flat)
+        return
+    restored, times = dequantize(flat)
+    assert (set(restored), times) == ({"adam.v", "adam.n"}, 1)
+    np.testing.assert_array_equal(np.asarray(restored["adam.v"]), np.asarray(dequantize(held)[0]["adam"]["v"]))
+    with pytest.raises(errors.CheckpointError, match="quantised 1 times already"):
+        quantize(restored, times=times)
+
+
+def test_what_only_looks_like_a_record_stays():
+    tree = {"a.q": np.ones((2, 3), "i8"), "a.scale": np.ones((2, 1), "f4"), "b.q": np.ones((2, 3), "i1")}
+    tree |= {"b.scale": np.ones(3, "f4"), "c": {"q": np.ones(2, "i1"), "scale": np.ones(1, "f4"), "k": 1}}
+    restored, times = dequantize(tree)
+    assert (set(restored), set(restored["c"]), times) == (set(tree), {"q", "scale", "k"}, 0)

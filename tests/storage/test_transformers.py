@@ -1,6 +1,7 @@
 """`merge` makes directories that transformers opens: from its own directories, from ours, sharded, in other dtypes,
 tied, with code of their own."""
 
+import ast
 import json
 import os
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.storage import convert, merge, open_checkpoint, reshard
+from meshtape.storage import blend, convert, extract_lora, merge, open_checkpoint, reshard, virtual
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
@@ -157,3 +158,107 @@ def test_a_layer_without_experts_does_not_load_as_the_note_says(tmp_path):
     assert ["none are in model.layers.2" in note for note in report.notes] == [True]
     _, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert said["missing_keys"]
+
+
+def outputs(model, **inputs):
+    with torch.no_grad():
+        return model.eval()(**inputs)[0]
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "opt", "modernbert-decoder", "bloom", "gpt2", "lfm2"])
+def test_arrays_outside_of_layers_are_of_the_model_that_runs_them(tmp_path, kind):
+    """Slices of two models are the first's modules as far as its layers, and the second's from there on."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    sizes = {"vocab_size": 64, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    sizes |= {"word_embed_proj_dim": 16, "ffn_dim": 48} if kind == "opt" else {"intermediate_size": 48}
+    sizes |= {"layer_types": ["full_attention"] * 4, "num_key_value_heads": 2} if kind == "lfm2" else {}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    models = []
+    for i, name in enumerate("ab"):
+        torch.manual_seed(i)
+        models.append(transformers.AutoModelForCausalLM.from_config(config))
+        for p in models[-1].parameters():
+            torch.nn.init.normal_(p, mean=p.ndim == 1, std=0.2)
+        models[-1].save_pretrained(tmp_path / name)
+    slices = [{"sources": [{"model": str(tmp_path / n), "layer_range": r}]} for n, r in (("a", [0, 2]), ("b", [2, 4]))]
+    assert blend({"merge_method": "passthrough", "slices": slices}, tmp_path / "out").notes == []
+    ids = torch.arange(3, 15)[None]
+    within = []  # what goes into the third layer of the first model
+    names = [n for n, _ in models[0].named_modules() if n.endswith((".layers.2", ".h.2"))]
+    keep = models[0].get_submodule(names[0]).register_forward_pre_hook
+    keep(lambda _, args, kwargs: within.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+    outputs(models[0], input_ids=ids)
+    put = models[1].get_submodule(names[0]).register_forward_pre_hook
+    put(
+        lambda _, args, kwargs: (
+            ((within[0], *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": within[0]})
+        ),
+        with_kwargs=True,
+    )
+    wanted = outputs(models[1], input_ids=ids)
+    read, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    assert torch.allclose(outputs(read, input_ids=ids), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [[3, 7, 9], [3, 7], [20, 21], None], ids=["same", "fewer", "others", "head alone"])
+def test_tokens_that_peft_trained_of_a_tied_head(tmp_path, tokens):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(tie_word_embeddings=True, **SIZES)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    chosen = {"lm_head": [3, 7]} if tokens is None else {"embed_tokens": [3, 7, 9], "lm_head": tokens}
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=chosen)
+    made = peft.get_peft_model(base, options)
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.1)
+    ids = torch.arange(3, 30)[None]
+    wanted = outputs(made, input_ids=ids)
+    made.save_pretrained(tmp_path / "adapter")
+    report = merge(virtual.lora(tmp_path / "base", tmp_path / "adapter"), tmp_path / "out")
+    assert ["array of its own" in n for n in report.notes] == [True] * (tokens != [3, 7, 9])
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(outputs(read, input_ids=ids), wanted, atol=1e-5)
+
+
+def test_an_adapter_of_a_model_of_speech_runs_in_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": 20}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_target_positions": 32, "vocab_size": 97}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    base = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **ids))
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for n, p in base.named_parameters():
+            if n.endswith("q_proj.weight"):
+                p.add_(torch.randn(32, 2) @ torch.randn(2, 32) * 0.1)
+    base.save_pretrained(tmp_path / "tuned")
+    extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "adapter", rank=2)
+    inputs = {"input_features": torch.randn(1, 8, 40), "decoder_input_ids": torch.tensor([[3, 4, 5]])}
+    plain = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "base")
+    read = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert torch.allclose(outputs(read, **inputs), outputs(base, **inputs), atol=1e-5)
+
+
+def test_layers_with_windows_run_as_the_note_says(tmp_path):
+    for name, own in (("full", {"use_sliding_window": False}), ("own", {"sliding_window": 8, "max_window_layers": 0})):
+        sizes = SIZES | {"use_sliding_window": True} | own
+        transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).save_pretrained(tmp_path / name)
+    slices = [{"sources": [{"model": str(tmp_path / n), "layer_range": [0, 1]}]} for n in ("full", "own")]
+    report = blend({"merge_method": "passthrough", "slices": slices}, tmp_path / "out")
+    (note,) = [n for n in report.notes if "cannot run" in n]
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids = torch.arange(3, 30)[None]
+    with pytest.raises(TypeError):
+        outputs(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), input_ids=ids)
+    told |= ast.literal_eval(note[note.index("{") : note.index("}") + 1])
+    (tmp_path / "out" / "config.json").write_text(json.dumps(told))
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert read.config.layer_types == ["full_attention", "sliding_attention"]
+    assert outputs(read, input_ids=ids).isfinite().all()

@@ -400,3 +400,23 @@ def test_tokens_put_into_every_text_have_rows(tmp_path: Path, kind: str) -> None
     assert "tokenizer.json: '<s>', which it puts into texts, has no row here" in short.notes
     with pytest.raises(CheckpointError, match="'<s>', which it puts into texts, has no row"):
         joined(short.path, b, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("source", "owner"), [("b", "B"), ("a", "A"), ("union", "A"), ("base", "A")])
+@pytest.mark.parametrize("having", ["AB", "A", "B"])
+def test_all_documents_of_a_tokenizer_are_of_one_model(tmp_path: Path, having: str, source: str, owner: str) -> None:
+    """The chat template too: also where that model has none, and another does."""
+    places = {n: model(tmp_path / n, "WordLevel")[0] for n in "AB"}
+    for n, where in places.items():
+        Path(where, "tokenizer_config.json").write_text(json.dumps({"model_max_length": n}))
+        if n in having:
+            Path(where, "chat_template.jinja").write_text("{{ " + n + " }}")
+    chosen = places.get(source.upper(), source)
+    *_, report = joined(places["A"], places["B"], tmp_path / "out", tokenizer_source=chosen)
+    lost = owner == "B" and having == "A"
+    assert [n.startswith("chat_template.jinja: left out") for n in report.notes if "chat" in n] == [True] * lost
+    held = open_checkpoint(tmp_path / "out").documents
+    assert held["tokenizer_config.json"]["model_max_length"] == owner
+    assert held.get("chat_template.jinja") == ("{{ " + owner + " }}" if owner in having else None)
+    joined(places["A"], places["B"], tmp_path / "own", tokenizer_source=chosen, chat_template="{{ own }}")
+    assert open_checkpoint(tmp_path / "own").documents["chat_template.jinja"] == "{{ own }}"

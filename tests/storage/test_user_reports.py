@@ -131,3 +131,18 @@ def test_a_manager_of_orbax(tmp_path: Path) -> None:
     with pytest.raises(errors.NotACheckpoint, match=r"manager of Orbax, such as .*/run/2"):
         mt.load(tmp_path / "run")
     assert mt.open_checkpoint(tmp_path / "run" / "2").step == 2
+
+
+def test_what_stays_behind_of_a_computed_model_is_told(tmp_path: Path) -> None:
+    here, left = model(tmp_path), ["1_Pooling/", "model.onnx", "training_args.bin"]
+    (here / "README.md").write_text("of the one")
+    config = {"merge_method": "linear", "models": [{"model": str(here), "parameters": {"weight": 1}}]}
+    virtual = storage.virtual
+    made = (virtual.mean([here, here]), virtual.cast(here, "bfloat16"), virtual.rows(here, {"w": (0, 1)}))
+    for i, ckpt in enumerate(made):
+        assert mt.merge(ckpt, tmp_path / str(i)).left_behind == left
+    assert storage.blend(config, tmp_path / "blend").left_behind == sorted(["README.md", *left])
+    mt.convert(here, tmp_path / "ours", format="zarr")
+    ours = {"merge_method": "linear", "models": [{"model": str(tmp_path / "ours"), "parameters": {"weight": 1}}]}
+    assert storage.blend(ours, tmp_path / "none").left_behind == []
+    assert mt.merge(virtual.mean([tmp_path / "ours"]), tmp_path / "neither").left_behind == []
