@@ -24,6 +24,7 @@ from ..format.chunk_grid import runs, windows
 from ..readers.reading import Job
 from ..readers.tensor import StoredTensor, read_into, rows_of
 from .casting import cast
+from .labels import Labels, Reader, given
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
@@ -77,12 +78,27 @@ class DerivedTensor:
             if hasattr(s, "check"):
                 s.check()
 
+    def labels(self, of: Reader) -> Labels:
+        """What other writers said of the sources that is true of it, too."""
+        return Labels()
+
+    @property
+    def said(self) -> str:
+        """The same as of a stored tensor; `CheckpointDTypeError` where a cast loses a fill value."""
+        return self.labels(given).text(self.name, len(self.shape), own=True)  # type: ignore[attr-defined]
+
+
+def labels_of(tensor: Any, of: Reader = given) -> Labels:
+    """The labels of a tensor; ``of`` gives those of stored ones."""
+    return tensor.labels(of) if isinstance(tensor, DerivedTensor) else of(tensor)
+
 
 class OfParts(DerivedTensor):
     """Base of those made of ``parts``, of each of which a box needs the same box."""
 
     __slots__ = ()
     parts: tuple[Any, ...]
+    weight = math.nan  # of the sums that it takes, see `Labels`
 
     def sources(self) -> tuple[Any, ...]:
         return self.parts
@@ -94,6 +110,9 @@ class OfParts(DerivedTensor):
 
     def planned(self, box: Box) -> int:
         return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
+
+    def labels(self, of: Reader) -> Labels:
+        return Labels.agreed(self.name, [labels_of(p, of) for p in self.parts], self.weight)  # type: ignore[attr-defined]
 
 
 class Recipes:
@@ -206,6 +225,9 @@ class Sliced(DerivedTensor):
         if box.size:
             yield from self.source.jobs(self.needs(box), out)
 
+    def labels(self, of: Reader) -> Labels:
+        return labels_of(self.source, of).sliced(self.start, self.source.shape, self.shape)
+
 
 def casts(tensor: Any) -> bool:
     """Whether reading a tensor may lose values (see ``casting``)."""
@@ -277,6 +299,10 @@ class Joined(DerivedTensor):
         for i, there, here in self._boxes(box):
             yield from self.parts[i].jobs(there, out[here.slices])
 
+    def labels(self, of: Reader) -> Labels:
+        parts = [p for p in self.sources() if not isinstance(whole_of(p), Filled)]
+        return Labels.joined(self.name, [labels_of(p, of) for p in parts], self.axis)
+
 
 @dataclass(frozen=True, slots=True)
 class Permuted(DerivedTensor):
@@ -300,6 +326,9 @@ class Permuted(DerivedTensor):
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         yield from self.source.jobs(self.needs(box), out.transpose(self._inverse()))
 
+    def labels(self, of: Reader) -> Labels:
+        return labels_of(self.source, of).ordered(self.axes)
+
 
 @dataclass(frozen=True, slots=True)
 class Converted(DerivedTensor):
@@ -321,6 +350,9 @@ class Converted(DerivedTensor):
         out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
         return nbytes
 
+    def labels(self, of: Reader) -> Labels:
+        return labels_of(self.source, of).cast(self.name, self.source.dtype, self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed(OfParts):
@@ -329,6 +361,7 @@ class Agreed(OfParts):
     name: str
     parts: tuple[StoredTensor, ...]
 
+    weight: ClassVar[float] = 1.0
     source = property(lambda self: self.parts[0])
     shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
 
@@ -453,3 +486,14 @@ class Reshaped(DerivedTensor):
         held, nbytes = read_into(self, box)
         out[...] = held
         return nbytes
+
+    def labels(self, of: Reader) -> Labels:
+        # A dimension stays itself where it is alone in its group, beside ones of length 1.
+        axes: list[int | None] = []
+        if 0 in self.shape:
+            return replace(labels_of(self.source, of), dims=())
+        for there, here in groups(self.source.shape, self.shape):
+            left = [i for i in range(there.start, there.stop) if self.source.shape[i] != 1]
+            new = [n for n in self.shape[here] if n != 1]
+            axes += [left[0] if n != 1 and len(left) == len(new) == 1 else None for n in self.shape[here]]
+        return labels_of(self.source, of).ordered(axes)

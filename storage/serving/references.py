@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
 from ...arrays.core.errors import CheckpointError
 from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
+from ..readers.dual_tensor import Coord, DualTensor
 from ..readers.raw_tensor import RawTensor
+from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
 from ..stores import url_options
 from ..stores.icechunk_store import first_line
@@ -37,22 +39,43 @@ def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
     return ChunkGrid(grid.shape, chunk, chunk)
 
 
+def _in_run(tensor: RawTensor, grid: ChunkGrid, coord: Coord) -> tuple[str, int]:
+    """(the file of a chunk, its first byte) where a tensor is one run."""
+    held = rows_in(tensor, grid.shard_box(coord))
+    return held.path, held.start
+
+
+def _in_shards(tensor: ChunkedTensor, index: Coord) -> tuple[str, int]:
+    """The same where each chunk is one: those of a shard lie one behind the other."""
+    coord, local = tensor.grid.place_in_shard(index)
+    number = ravel(local, tensor.grid.present(coord)) if local else 0
+    stored = tensor.objects[coord]
+    return tensor.path(coord), stored.start + number * math.prod(tensor.chunk) * tensor.dtype.itemsize
+
+
 class References:
     """The metadata of a hierarchy, and for each chunk the range of a file."""
 
     def __init__(self, view: ZarrView) -> None:
         self.nodes: dict[str, dict[str, Any]] = dict(view.nodes)
-        self._tensors: dict[str, tuple[RawTensor, ChunkGrid]] = {}
+        self._places: dict[str, tuple[ChunkGrid, int, Callable[[Coord], tuple[str, int]]]] = {}
         for folder, tensor in view.tensors.items():
-            held = raw(tensor)
-            if held is None:
+            grid = view.grids[folder]
+            if (held := raw(tensor)) is not None:
+                grid = _divided(grid, held)
+                place: Any = partial(_in_run, held, grid)
+            elif isinstance(tensor, DualTensor):
+                grid = ChunkGrid(tensor.shape, tensor.chunk, tensor.chunk)
+                place = partial(_in_shards, tensor)
+            elif type(tensor) is ChunkedTensor and (not tensor.shape or 0 in tensor.shape):  # beside such
+                place = partial(_in_shards, tensor)
+            else:
                 raise CheckpointError(
                     f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to "
                     "it: as_zarr and serve compute such chunks when they are read"
                 )
-            grid = _divided(view.grids[folder], held)
             self.nodes[folder] = {**view.nodes[folder], "chunk_grid": grid_node(grid)}
-            self._tensors[folder] = held, grid
+            self._places[folder] = grid, math.prod(grid.chunk) * tensor.dtype.itemsize, place
         inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
         self.group = {**view.group, "consolidated_metadata": inside}
 
@@ -63,11 +86,9 @@ class References:
 
     def chunks(self) -> Iterator[tuple[str, str, int, int]]:
         """(key, file, start, length) of each chunk; all chunks of an array have one length."""
-        for folder, (tensor, grid) in self._tensors.items():
-            nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
+        for folder, (grid, nbytes, place) in self._places.items():
             for coord in grid.shards():
-                held = rows_in(tensor, grid.shard_box(coord))
-                yield f"{folder}/{slashed_key(coord)}", held.path, held.start, nbytes
+                yield f"{folder}/{slashed_key(coord)}", *place(coord), nbytes
 
 
 def kerchunk(view: ZarrView) -> dict[str, Any]:

@@ -4,6 +4,7 @@ formats."""
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -56,7 +57,14 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     from .zarr_adapter import CheckpointStore
 
     register()
-    return CheckpointStore(ZarrView(open_checkpoint(path, verify=verify)))
+    return CheckpointStore(_view(path, verify))
+
+
+def _view(path: str | os.PathLike[str] | Checkpoint, verify: bool = True) -> ZarrView:
+    view = ZarrView(open_checkpoint(path, verify=verify))
+    if view.lost:
+        warnings.warn(view.lost, stacklevel=3)
+    return view
 
 
 def zarr_references(path: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def zarr_references(path: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]
     >>> zarr_references(where)["refs"]["w/c/0/0"] == [where, nbytes - 64, 64]
     True
     """
-    return references.kerchunk(ZarrView(open_checkpoint(path)))
+    return references.kerchunk(_view(path))
 
 
 def icechunk_references(
@@ -116,7 +124,7 @@ def icechunk_references(
     CheckpointError
         An array is not a run of bytes in a file, or a file is another by now; nothing is committed.
     """
-    return references.icechunk(ZarrView(open_checkpoint(path)), repository, branch, message)
+    return references.icechunk(_view(path), repository, branch, message)
 
 
 def serve(
@@ -161,5 +169,7 @@ def serve(
     from .server import CheckpointServer
 
     server = CheckpointServer(path, host=host, port=port, token=token)
+    if server.source.lost:
+        warnings.warn(server.source.lost, stacklevel=2)
     server.start()
     return server

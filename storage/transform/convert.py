@@ -477,7 +477,7 @@ def convert(
         [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread],
         time.perf_counter() - started,
         dict(sorted(losses.items())),
-        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", ()))],
+        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", {}))],
         held.left_behind(),
     )
 
