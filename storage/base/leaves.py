@@ -19,11 +19,13 @@ def taken(leaf: Any, where: str) -> Any:
         )
     if isinstance(leaf, (np.ndarray, np.generic, Array)):
         return leaf
-    made_by = {kind.__module__.partition(".")[0] for kind in type(leaf).__mro__}
-    if made_by & {"xarray", "pandas"} and hasattr(leaf, "values") and (hasattr(leaf, "dims") or hasattr(leaf, "index")):
+    kind = type(leaf)  # its values may have to be computed
+    made_by = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if made_by & {"xarray", "pandas"} and hasattr(kind, "values") and (hasattr(kind, "dims") or hasattr(kind, "index")):
         raise CheckpointDTypeError(
-            f"{where}: a {type(leaf).__name__} has labels (names of dimensions, coordinates, an index), which have no "
-            "form here; save its numbers, leaf.values, or write labelled data with xarray's to_zarr, which load opens"
+            f"{where}: a {kind.__name__} has labels (names of dimensions, coordinates, an index), which have no form "
+            "here; save its numbers, leaf.values (leaf.data of an array on a mesh), or write labelled data with "
+            "xarray's to_zarr, which load opens"
         )
     if not hasattr(leaf, "__dlpack__"):
         return leaf

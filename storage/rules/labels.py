@@ -77,7 +77,9 @@ class Labels:
 
     def text(self, name: str, rank: int, own: bool = False) -> str:
         """Those of an array as `described` writes them. ``own``: a dimension without a name is called after it."""
-        held, names = dict(self.attributes), [None if d is None else d.name for d in self.dims]
+        # A NaN is no JSON, and says nothing there.
+        held = {k: v for k, v in self.attributes.items() if k not in PACKING or v == v}
+        names = [None if d is None else d.name for d in self.dims]
         if own and not abs(self.weight - 1) < 1e-6 and _SINCE in str(held.get("units")):
             held["units"] = held["units"].partition(_SINCE)[0]  # a difference of times is none
             held.pop("calendar", None)
@@ -111,20 +113,18 @@ class Labels:
                 with np.errstate(all="ignore"):
                     before = np.asarray(plain(held[key])).astype(old)
                     after = before.astype(new)
-                known, made = before.tolist(), after.tolist()
-                nan = bool(np.all(before != before))
+                known, made, nan = before.tolist(), after.tolist(), bool(np.all(before != before))
             except (TypeError, ValueError, OverflowError):
                 known, made, nan = held[key], None, False
-            floats = new.name in dtypes.FLOATS
-            if nan and not floats:
-                del held[key]  # a cast of NaN to integers is an error
-            elif key == "_Unsigned" or (made != known and not nan):
+            if nan and new.kind != "f":
+                del held[key]  # a NaN stays one, or is an error; readers know none of bfloat16
+            elif key == "_Unsigned" or new.kind == "c" or (made != known and not nan):
                 raise CheckpointDTypeError(
                     f"key {name!r} has the attribute {key!r} = {plain(held[key])!r:.40}, which cannot follow it from "
                     f"{old} to {new}: masked elements would become numbers. {_CURE}"
                 )
             else:
-                double = key == "_FillValue" and floats and isinstance(made, float)
+                double = key == "_FillValue" and new.name in dtypes.FLOATS and isinstance(made, float)
                 held[key] = base64.b64encode(struct.pack("<d", made)).decode() if double else made
         return replace(self, attributes=held)
 
