@@ -1,4 +1,4 @@
-"""Attributes and names of dimensions of other writers' Zarr arrays, which go along with elements that stay the same."""
+"""Attributes and names of dimensions of other writers' Zarr arrays, which go along where they stay true."""
 
 from __future__ import annotations
 
