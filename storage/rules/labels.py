@@ -85,7 +85,11 @@ class Labels:
             held.pop("calendar", None)
         if own and any(names):
             names = [f"{name}.{i}" if n is None else n for i, n in enumerate(names)]
-        return described(held, names, rank)
+        text = described(held, names, rank)
+        if held and not text:  # those that cannot travel take no others with them
+            held = {k: v for k, v in held.items() if described({k: v})}
+            text = described(held, names, rank) or described({k: held[k] for k in MEANING if k in held}, names, rank)
+        return text
 
     def sliced(self, start: Sequence[int], before: Sequence[int], shape: Sequence[int]) -> Labels:
         """Those of a part of an array of another shape."""

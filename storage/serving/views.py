@@ -33,9 +33,10 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     zarr.abc.store.Store
         A group with one array for each name, dots included: ``group["model.embed.weight"]``, with consolidated
         metadata; names with slashes lie in groups, ``group["sub/deep/w"]``. Attributes and names of dimensions of
-        another writer's Zarr are there. What cannot be read here is not, and a warning names it. A tensor that lies in a file as one run of bytes (safetensors, raw layouts) is
-        cut into chunks of rows of at most 16 MiB, each a ranged read; chunks of all other arrays are computed when they
-        are read. bfloat16 and float8 have the names of TensorStore. Writing raises `StoreError`.
+        another writer's Zarr are there. What cannot be read here is not, and a warning names it. A tensor that lies in
+        a file as one run of bytes (safetensors, raw layouts) is cut into chunks of rows of at most 16 MiB, each a
+        ranged read; chunks of all other arrays are computed when they are read. bfloat16 and float8 have the names of
+        TensorStore. Writing raises `StoreError`.
 
     Raises
     ------

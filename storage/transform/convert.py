@@ -276,7 +276,8 @@ def zarr_sink(
     directories = names.zarr_names(list(held.arrays))
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
-    escaped = [f"{n} is {d}" for n, d in zip(held.arrays, directories, strict=True) if n != d]
+    named = zip(held.arrays, directories, strict=True)
+    escaped = [f"{n} is {d}" for n, d in named if d != n.replace("/", "%2F")]
     if escaped and held.ckpt.kind == "Zarr":
         held.notes.append(f"other readers of Zarr see escaped names: {some(escaped, 8)}")
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
