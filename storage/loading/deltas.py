@@ -25,7 +25,6 @@ from ..format.manifest import MOST_DELTA
 from ..readers.compressed import CompressedTensor
 from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, read_into, view
-from ..rules.labels import Labels, Reader
 from ..rules.lazy_tensors import OfParts, of_source
 from ..stores.generations import Generation
 
@@ -76,9 +75,6 @@ class DeltaTensor(OfParts):
         for part in self.parts:
             part.bound(generation)
         return self
-
-    def labels(self, of: Reader) -> Labels:
-        return of(self.stored)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         for index in cells(box, self.chunk):

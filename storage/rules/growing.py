@@ -22,8 +22,7 @@ from ...arrays.core.errors import CheckpointError
 from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
-from .labels import Labels, Reader
-from .lazy_tensors import DerivedTensor, labels_of, of_source
+from .lazy_tensors import DerivedTensor, of_source
 
 _TILE = 1 << 19  # elements of whole rows
 
@@ -58,9 +57,6 @@ class GrownRows(DerivedTensor):
 
     def needs(self, box: Box) -> Box:
         return self._rows(box, 0, self.source.shape[self.axis])
-
-    def labels(self, of: Reader) -> Labels:
-        return labels_of(self.source, of)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if box.size:

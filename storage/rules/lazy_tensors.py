@@ -85,7 +85,7 @@ class DerivedTensor:
     @property
     def said(self) -> str:
         """The same as of a stored tensor; `CheckpointDTypeError` where a cast loses a fill value."""
-        return self.labels(given).text(self.name, len(self.shape), own=True)  # type: ignore[attr-defined]
+        return self.labels(given).text(self.name, len(self.shape))  # type: ignore[attr-defined]
 
 
 def labels_of(tensor: Any, of: Reader = given) -> Labels:
@@ -98,7 +98,6 @@ class OfParts(DerivedTensor):
 
     __slots__ = ()
     parts: tuple[Any, ...]
-    weight = math.nan  # of the sums that it takes, see `Labels`
 
     def sources(self) -> tuple[Any, ...]:
         return self.parts
@@ -110,9 +109,6 @@ class OfParts(DerivedTensor):
 
     def planned(self, box: Box) -> int:
         return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
-
-    def labels(self, of: Reader) -> Labels:
-        return Labels.agreed(self.name, [labels_of(p, of) for p in self.parts], self.weight)  # type: ignore[attr-defined]
 
 
 class Recipes:
@@ -300,8 +296,10 @@ class Joined(DerivedTensor):
             yield from self.parts[i].jobs(there, out[here.slices])
 
     def labels(self, of: Reader) -> Labels:
-        parts = [p for p in self.sources() if not isinstance(whole_of(p), Filled)]
-        return Labels.joined(self.name, [labels_of(p, of) for p in parts], self.axis)
+        silent = DerivedTensor.labels  # of new rows
+        said = [labels_of(p, of) for p in self.sources() if getattr(type(p), "labels", None) is not silent]
+        held = Labels.agreed(self.name, said)
+        return replace(held, dims=tuple(None if i == self.axis else d for i, d in enumerate(held.dims)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +325,8 @@ class Permuted(DerivedTensor):
         yield from self.source.jobs(self.needs(box), out.transpose(self._inverse()))
 
     def labels(self, of: Reader) -> Labels:
-        return labels_of(self.source, of).ordered(self.axes)
+        held = labels_of(self.source, of)
+        return replace(held, dims=tuple(held.dims[a] for a in self.axes) if held.dims else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +360,6 @@ class Agreed(OfParts):
     name: str
     parts: tuple[StoredTensor, ...]
 
-    weight: ClassVar[float] = 1.0
     source = property(lambda self: self.parts[0])
     shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
 
@@ -382,6 +380,9 @@ class Agreed(OfParts):
             f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {ours} and "
             f"{other.name!r} holds {theirs}; drop them, or leave one with a rule of its own"
         )
+
+    def labels(self, of: Reader) -> Labels:
+        return Labels.agreed(self.name, [labels_of(p, of) for p in self.parts])
 
 
 def groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -488,12 +489,4 @@ class Reshaped(DerivedTensor):
         return nbytes
 
     def labels(self, of: Reader) -> Labels:
-        # A dimension stays itself where it is alone in its group, beside ones of length 1.
-        axes: list[int | None] = []
-        if 0 in self.shape:
-            return replace(labels_of(self.source, of), dims=())
-        for there, here in groups(self.source.shape, self.shape):
-            left = [i for i in range(there.start, there.stop) if self.source.shape[i] != 1]
-            new = [n for n in self.shape[here] if n != 1]
-            axes += [left[0] if n != 1 and len(left) == len(new) == 1 else None for n in self.shape[here]]
-        return labels_of(self.source, of).ordered(axes)
+        return replace(labels_of(self.source, of), dims=())

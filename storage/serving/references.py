@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -39,18 +39,14 @@ def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
     return ChunkGrid(grid.shape, chunk, chunk)
 
 
-def _in_run(tensor: RawTensor, grid: ChunkGrid, coord: Coord) -> tuple[str, int]:
-    """(the file of a chunk, its first byte) where a tensor is one run."""
-    held = rows_in(tensor, grid.shard_box(coord))
-    return held.path, held.start
-
-
-def _in_shards(tensor: ChunkedTensor, index: Coord) -> tuple[str, int]:
-    """The same where each chunk is one: those of a shard lie one behind the other."""
-    coord, local = tensor.grid.place_in_shard(index)
-    number = ravel(local, tensor.grid.present(coord)) if local else 0
-    stored = tensor.objects[coord]
-    return tensor.path(coord), stored.start + number * math.prod(tensor.chunk) * tensor.dtype.itemsize
+def _place(tensor: RawTensor | ChunkedTensor, grid: ChunkGrid, coord: Coord) -> tuple[str, int]:
+    """The file of a chunk, and its first byte there."""
+    if isinstance(tensor, RawTensor):
+        held = rows_in(tensor, grid.shard_box(coord))
+        return held.path, held.start
+    shard, local = tensor.grid.place_in_shard(coord)
+    number = ravel(local, tensor.grid.present(shard)) if local else 0
+    return tensor.path(shard), tensor.objects[shard].start + number * math.prod(grid.chunk) * tensor.dtype.itemsize
 
 
 class References:
@@ -58,24 +54,20 @@ class References:
 
     def __init__(self, view: ZarrView) -> None:
         self.nodes: dict[str, dict[str, Any]] = dict(view.nodes)
-        self._places: dict[str, tuple[ChunkGrid, int, Callable[[Coord], tuple[str, int]]]] = {}
+        self._tensors: dict[str, tuple[RawTensor | ChunkedTensor, ChunkGrid]] = {}
         for folder, tensor in view.tensors.items():
-            grid = view.grids[folder]
-            if (held := raw(tensor)) is not None:
+            held, grid = raw(tensor), view.grids[folder]
+            if held is not None:
                 grid = _divided(grid, held)
-                place: Any = partial(_in_run, held, grid)
             elif isinstance(tensor, DualTensor):
                 grid = ChunkGrid(tensor.shape, tensor.chunk, tensor.chunk)
-                place = partial(_in_shards, tensor)
-            elif type(tensor) is ChunkedTensor and (not tensor.shape or 0 in tensor.shape):  # beside such
-                place = partial(_in_shards, tensor)
-            else:
+            elif type(tensor) is not ChunkedTensor or (tensor.shape and 0 not in tensor.shape):  # else beside such
                 raise CheckpointError(
                     f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to "
                     "it: as_zarr and serve compute such chunks when they are read"
                 )
             self.nodes[folder] = {**view.nodes[folder], "chunk_grid": grid_node(grid)}
-            self._places[folder] = grid, math.prod(grid.chunk) * tensor.dtype.itemsize, place
+            self._tensors[folder] = held or tensor, grid
         inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
         self.group = {**view.group, "consolidated_metadata": inside}
 
@@ -86,9 +78,10 @@ class References:
 
     def chunks(self) -> Iterator[tuple[str, str, int, int]]:
         """(key, file, start, length) of each chunk; all chunks of an array have one length."""
-        for folder, (grid, nbytes, place) in self._places.items():
+        for folder, (tensor, grid) in self._tensors.items():
+            nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
             for coord in grid.shards():
-                yield f"{folder}/{slashed_key(coord)}", *place(coord), nbytes
+                yield f"{folder}/{slashed_key(coord)}", *_place(tensor, grid, coord), nbytes
 
 
 def kerchunk(view: ZarrView) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +10,14 @@ from functools import partial
 from typing import Any
 
 from ...arrays.core.errors import CheckpointDTypeError
+from ...arrays.core.formatting import some
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.zarr_format import described, group_said, said_of
 from ..readers.tensor import ChunkedTensor
 from ..rules.labels import MEANING, PACKING, Labels, advice, given, meant, plain
-from ..rules.lazy_tensors import DerivedTensor, casts, labels_of, leaves, whole_of
+from ..rules.lazy_tensors import casts, labels_of, leaves
 from ..stores import store
 
 
@@ -46,8 +46,7 @@ def held_attributes(
     known = {ckpt.path: nodes} if held is not None else {}
     labels = {n: labels_of(t, partial(_stored, known=known)) for n, t in arrays.items()}
     notes += _apart(labels)
-    derived = {n: isinstance(whole_of(t), DerivedTensor) for n, t in arrays.items()}
-    found = {n: one.text(n, len(arrays[n].shape), derived[n]) for n, one in labels.items()}
+    found = {n: one.text(n, len(arrays[n].shape)) for n, one in labels.items()}
     return {n: text for n, text in found.items() if text}, group
 
 
@@ -56,41 +55,39 @@ def _stored(tensor: Any, known: dict[str, Any]) -> Labels:
     if not isinstance(tensor, ChunkedTensor):
         return given(tensor)
     node = _nodes(tensor.root, known).get(tensor.directory, "")
-    return Labels.said(node if isinstance(node, str) else said_of(node, tensor.name), tensor.shape)
+    held = json.loads((node if isinstance(node, str) else said_of(node, tensor.name)) or "{}")
+    return Labels.of(held.get("attributes", {}), held.get("dimension_names"), tensor.shape)
 
 
 def _apart(labels: dict[str, Labels]) -> list[str]:
     """Take the name from dimensions that were cut where others of that name in the group have other parts, as readers
     take those of one name for the same; returns a note on them."""
     parts: dict[tuple[str, str], set[Any]] = {}
-    dims = [(n, n.rpartition("/")[0], d) for n, one in labels.items() for d in one.dims if d is not None]
-    for _, group, d in dims:
-        parts.setdefault((group, d.name), set()).add(d.part)
-    odd = {n: d for n, group, d in dims if d.cut and len(parts[group, d.name]) > 1}
-    for n in odd:
-        group = n.rpartition("/")[0]
-        kept = [None if d is None or (d.cut and len(parts[group, d.name]) > 1) else d for d in labels[n].dims]
-        labels[n] = replace(labels[n], dims=tuple(kept))
-    told = [f"{n} ({d.name})" for n, d in itertools.islice(odd.items(), 8)]
-    more = f" and {len(odd) - 8} more arrays" if len(odd) > 8 else ""
+    for n, one in labels.items():
+        for d in filter(None, one.dims):
+            parts.setdefault((n.rpartition("/")[0], d.name), set()).add(d.part)
+    odd = []
+    for n, one in labels.items():
+        lone = {d for d in one.dims if d and isinstance(d.part, tuple) and len(parts[n.rpartition("/")[0], d.name]) > 1}
+        if lone:
+            odd.append(f"{n} ({', '.join(d.name for d in one.dims if d in lone)})")
+            labels[n] = replace(one, dims=tuple(None if d in lone else d for d in one.dims))
     why = "names of dimensions are not written where arrays of the group have other parts of them"
-    return [f"{why}: those of {', '.join(told)}{more}"] if told else []
+    return [f"{why}: those of {some(odd)}"] if odd else []
 
 
 def attributes_left(arrays: Mapping[str, Any], carried: Mapping[str, str]) -> list[str]:
     """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``, that are not written."""
-    told: dict[str, dict[str, None]] = {}
+    told = []
     for n, t in arrays.items():
         kept = json.loads(carried.get(n, "{}"))
-        for leaf in leaves(t):
-            said = Labels() if isinstance(leaf, ChunkedTensor) else given(leaf)
-            names = [k for k in said.attributes if k not in kept.get("attributes", ())]
-            names += ["names of dimensions"] * (any(said.dims) and "dimension_names" not in kept)
-            if names:
-                told.setdefault(n, {}).update(dict.fromkeys(names))
-    shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
-    more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
-    return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
+        said = [given(leaf) for leaf in leaves(t) if not isinstance(leaf, ChunkedTensor)]
+        names = dict.fromkeys(k for one in said for k in one.attributes if k not in kept.get("attributes", ()))
+        if "dimension_names" not in kept and any(any(one.dims) for one in said):
+            names["names of dimensions"] = None
+        if names:
+            told.append(f"{n} ({', '.join(names)})")
+    return [f"attributes are not written: those of {some(told)}"] if told else []
 
 
 def refuse_lost_fills(arrays: Mapping[str, Any]) -> None:

@@ -155,9 +155,6 @@ class LowRankSum(DerivedTensor):
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         return self.by_pieces(box, out, 4 * np.dtype(np.float64).itemsize)
 
-    def labels(self, of: Reader) -> Labels:
-        return labels_of(self.source, of)
-
     def _read(self, box: Box, out: np.ndarray) -> int:
         wide = working_dtype(self.dtype) or self.dtype
         total, nbytes = _at_work(self.source, box, wide)
