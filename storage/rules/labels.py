@@ -22,12 +22,7 @@ PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 MEANING = (*PACKING, "_Unsigned", "units", "calendar")  # with which equal numbers stand for other things
 _NEUTRAL = {"scale_factor": 1, "add_offset": 0}
 _SINCE = " since "  # in the units of times
-_CURE = "Write its real numbers first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
-
-
-def advice(key: str) -> str:
-    """The way out where an attribute of `MEANING` is in the way."""
-    return "Write one in the units of the other first" if key in ("units", "calendar") else _CURE
+CURE = "Write real numbers of one unit first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
 
 
 def plain(value: Any) -> Any:
@@ -59,11 +54,6 @@ class Labels:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     dims: tuple[Dim | None, ...] = ()
     weight: float = 1.0
-
-    @classmethod
-    def of(cls, attributes: Mapping[str, Any], names: Sequence[str | None] | None, shape: Sequence[int]) -> Labels:
-        pairs = zip(names or (), shape, strict=False)
-        return cls(attributes, tuple(None if n is None else Dim(n, length) for n, length in pairs))
 
     def text(self, name: str, rank: int) -> str:
         """Those of an array as `described` writes them. A dimension without a name beside others is called after it."""
@@ -101,7 +91,7 @@ class Labels:
             elif key == "_Unsigned" or not (same or nan):
                 raise CheckpointDTypeError(
                     f"key {name!r} has the attribute {key!r} = {plain(held[key])!r:.40}, which cannot follow it from "
-                    f"{old} to {new}: masked elements would become numbers. {_CURE}"
+                    f"{old} to {new}: masked elements would become numbers. {CURE}"
                 )
             else:
                 double = key == "_FillValue" and new.name in dtypes.FLOATS
@@ -119,7 +109,7 @@ class Labels:
             if odd is not same and key in MEANING:
                 raise CheckpointDTypeError(
                     f"key {name!r} is made of arrays of which one has the attribute {key!r} = {plain(values[0])!r:.40} "
-                    f"and one {plain(odd)!r:.40}, so equal numbers stand for other things. {advice(key)}"
+                    f"and one {plain(odd)!r:.40}, so equal numbers stand for other things. {CURE}"
                 )
             if odd is same and all(key in p.attributes for p in parts):
                 same[key] = values[0]
@@ -131,9 +121,11 @@ Reader = Callable[[Any], Labels]
 """The labels of a stored tensor."""
 
 
-def given(tensor: Any) -> Labels:
-    """The labels that a stored tensor has."""
-    if hasattr(tensor, "attributes"):
-        return Labels.of(tensor.attributes, tensor.dims, tensor.shape)
-    said = json.loads(text) if (text := getattr(tensor, "said", "")) else {}
-    return Labels.of(said.get("attributes", {}), said.get("dimension_names"), tensor.shape)
+def given(tensor: Any, said: str | None = None) -> Labels:
+    """The labels that a stored tensor has; ``said``: its text of `described`, where it is at hand."""
+    attributes, names = getattr(tensor, "attributes", None), getattr(tensor, "dims", None)
+    if attributes is None:
+        held = json.loads((getattr(tensor, "said", "") if said is None else said) or "{}")
+        attributes, names = held.get("attributes", {}), held.get("dimension_names")
+    dims = zip(names or (), tensor.shape, strict=False)
+    return Labels(attributes, tuple(None if n is None else Dim(n, length) for n, length in dims))

@@ -16,7 +16,7 @@ from ..base.checksums import crc32c
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.zarr_format import described, group_said, said_of
 from ..readers.tensor import ChunkedTensor
-from ..rules.labels import MEANING, PACKING, Labels, advice, given, meant, plain
+from ..rules.labels import CURE, MEANING, PACKING, Labels, given, meant, plain
 from ..rules.lazy_tensors import casts, labels_of, leaves
 from ..stores import store
 
@@ -55,8 +55,7 @@ def _stored(tensor: Any, known: dict[str, Any]) -> Labels:
     if not isinstance(tensor, ChunkedTensor):
         return given(tensor)
     node = _nodes(tensor.root, known).get(tensor.directory, "")
-    held = json.loads((node if isinstance(node, str) else said_of(node, tensor.name)) or "{}")
-    return Labels.of(held.get("attributes", {}), held.get("dimension_names"), tensor.shape)
+    return given(tensor, node if isinstance(node, str) else said_of(node, tensor.name))
 
 
 def _apart(labels: dict[str, Labels]) -> list[str]:
@@ -110,16 +109,12 @@ def refuse_packed(name: str, parts: Sequence[Any], places: Sequence[str], sums: 
             if sums and key in PACKING and meant(key, theirs) is not None:
                 why = "sums of the stored numbers, which stand for others, mean nothing"
             elif meant(key, theirs) != meant(key, ours):
-                why = f"{places[0]} has {_shown(ours)}, so equal numbers stand for other things"
+                why = f"{places[0]} has {plain(ours)!r:.40}, so equal numbers stand for other things"
             else:
                 continue
             raise CheckpointDTypeError(
-                f"{place}: key {name!r} has the attribute {key!r} = {_shown(theirs)}: {why}. {advice(key)}"
+                f"{place}: key {name!r} has the attribute {key!r} = {plain(theirs)!r:.40}: {why}. {CURE}"
             )
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else f"{plain(value)!r:.40}"
 
 
 def attributes_apart(a: Any, b: Any, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -133,10 +128,9 @@ def meaning(tensor: Any, known: dict[str, Any]) -> dict[str, Any]:
     """The attributes of the stored sources of a tensor that change what its numbers mean (see `labels`)."""
     found: dict[str, Any] = {}
     for leaf in leaves(tensor):
-        if isinstance(leaf, ChunkedTensor):
-            held = _nodes(leaf.root, known, MEANING).get(leaf.directory, {}).get("attributes", {})
-        else:
-            held = given(leaf).attributes
+        ours = isinstance(leaf, ChunkedTensor)
+        node = _nodes(leaf.root, known, MEANING).get(leaf.directory, {}) if ours else {}
+        held = node.get("attributes", {}) if ours else given(leaf).attributes
         found |= {k: held[k] for k in MEANING if k in held}
     return found
 
