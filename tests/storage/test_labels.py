@@ -15,6 +15,7 @@ from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage import (
     as_zarr,
+    blended,
     convert,
     diff,
     load,
@@ -214,6 +215,14 @@ def test_sums_of_other_units_are_refused(tmp_path, way, dtype):
         for second in (other, ours, virtual.rows(other, {})):
             with pytest.raises(errors.CheckpointDTypeError, match=told):
                 SUMS[way]([first, second])
+
+
+def test_a_blend_of_other_units_is_refused(tmp_path):
+    paths = [times(tmp_path / "a"), times(tmp_path / "b", unit="degC"), times(tmp_path / "c")]
+    models = [{"model": p, "parameters": {"weight": 1}} for p in paths]
+    with pytest.raises(errors.CheckpointDTypeError, match=r"degC.*'K'"):
+        blended({"merge_method": "linear", "models": models[:2]})
+    assert blended({"merge_method": "linear", "models": models[::2]})["v"].read().tolist() == [0, 1, 2]
 
 
 def test_arrays_of_other_units_are_not_joined_in_silence(tmp_path):
