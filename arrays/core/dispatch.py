@@ -515,11 +515,11 @@ def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...
 
 def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a shape rule: a :class:`ShapeDtype` for each array, scalars as they are."""
-    return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is Array else a for a in args])
+    return tuple([aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is Array else a for a in args])
 
 
 # A third of the time of the named tuple's own constructor.
-_aval = functools.partial(tuple.__new__, ShapeDtype)
+aval = functools.partial(tuple.__new__, ShapeDtype)
 
 
 def _explained(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:

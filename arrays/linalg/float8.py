@@ -75,6 +75,12 @@ def _rounded(x: np.ndarray, scale: np.ndarray, dtype: np.dtype, rounds: bool) ->
         return z.astype(dtype).astype(np.float32)
 
 
+def _scaled(xp: Any, sums: Any, x_scale: Any, y_scale: Any, dtype: np.dtype) -> Any:
+    """Sums times both scales. Neither the product of the scales nor that with one of them need be within float32."""
+    both = xp.multiply(x_scale, y_scale, dtype=np.float64)
+    return xp.multiply(sums, both, out=sums, casting="unsafe").astype(dtype, copy=False)
+
+
 def _matmul(
     xp: Any,
     x: Any,
@@ -90,7 +96,7 @@ def _matmul(
     _short(FLOAT8_MATMUL, (x, y))
     with np.errstate(invalid="ignore", over="ignore"):
         found = MATMUL.numpy(_rounded(x, x_scale, x_dtype, x_rounds), _rounded(y, y_scale, y_dtype, y_rounds))
-        return (found * x_scale * y_scale).astype(dtype, copy=False)
+        return _scaled(xp, found, x_scale, y_scale, dtype)
 
 
 def _matmul_on_cupy(
@@ -111,7 +117,7 @@ def _matmul_on_cupy(
     found = cublaslt.product(x, y, float8=cublaslt.Float8((x_dtype, y_dtype, dtype), (x_scale, y_scale)))
     if found is None:
         found = MATMUL.impl(cupy, kernels.widened(x, x_dtype), kernels.widened(y, y_dtype))
-        found = (found * x_scale * y_scale).astype(dtype, copy=False)
+        found = _scaled(cupy, found, x_scale, y_scale, dtype)
     return found
 
 
@@ -222,6 +228,9 @@ def float8_matmul(
 
     Notes
     -----
+    An element that float32 can hold is finite, whatever the scales. But where a GPU multiplies float8, its library
+    multiplies by one scale and the other in float32: there it may be infinite, 0 or NaN on the way.
+
     The derivative passes straight through the rounding: ``dx = g @ y.mT`` and ``dy = x.mT @ g``, both products of
     float8 with ``g`` in ``float8_e5m2``. A float8 operand gets a cotangent of its own dtype, and its scale that of a
     factor; the scale of another operand gets zero, as the product does not depend on it but by rounding.

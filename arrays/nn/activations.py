@@ -27,7 +27,6 @@ from ..ops.elementwise import (
     abs,
     clip,
     expm1,
-    isinf,
     logaddexp,
     maximum,
     relu,
@@ -49,6 +48,7 @@ def _swiglu(gate: Array, up: Array) -> Array:
 
 @in_float32
 def _swiglu_backward(g: Array, gate: Array, up: Array) -> Array:
+    gate, up = inexact(gate), inexact(up)  # g may be a number
     s = sigmoid(gate)
     # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
     near = gate if gate.dtype.kind == "c" else clip(gate, SILU_IS_ZERO, -SILU_IS_ZERO)
@@ -154,8 +154,8 @@ def _straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.
 @_one_op_on_gpu
 @in_float32
 def _gelu_by_tanh(x: Array, /) -> Array:
-    def gated(x: Array) -> Array:
-        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    def gated(x: Array) -> Array:  # 0.5 * (1 + tanh(u)), whose digits cancel below 0, is the sigmoid of 2u
+        return x * sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
 
     return gated(x) if x.dtype.kind == "c" else _straight_above(x, gated)
 
@@ -188,6 +188,7 @@ def silu(x: Any, /) -> Array:
 
 @composite("softplus")
 @_one_op_on_gpu
+@in_float32
 def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
 
@@ -197,11 +198,16 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     if not beta > 0:
         raise ArgumentError(f"[softplus] beta must be positive, got {beta}")
     x = inexact(ordered("softplus", x))
-    return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
+    if beta == 1:
+        return logaddexp(x, 0.0)
+    scaled = x * beta
+    far = scaled >= 40.0  # where the product may be infinite, and the function is x
+    return where(far, x, logaddexp(where(far, 0.0, scaled), 0.0) / beta)
 
 
 @composite("log_sigmoid")
 @_one_op_on_gpu
+@in_float32
 def log_sigmoid(x: Any, /) -> Array:
     """``log(sigmoid(x))``, finite wherever ``x`` is.
 
@@ -213,6 +219,7 @@ def log_sigmoid(x: Any, /) -> Array:
 
 @composite("elu")
 @_one_op_on_gpu
+@in_float32
 def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016).
 
@@ -228,6 +235,7 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
 
 @composite("selu")
 @_one_op_on_gpu
+@in_float32
 def selu(x: Any, /) -> Array:
     """A scaled :func:`elu` that keeps mean 0 and variance 1 from layer to layer (Klambauer et al., 2017).
 
@@ -239,6 +247,7 @@ def selu(x: Any, /) -> Array:
 
 @composite("celu")
 @_one_op_on_gpu
+@in_float32
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron, 2017).
 
@@ -253,6 +262,7 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
 
 @composite("leaky_relu")
 @_one_op_on_gpu
+@in_float32
 def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     """``x`` where it is positive, ``negative_slope * x`` elsewhere (Maas et al., 2013).
 
@@ -289,17 +299,20 @@ def hard_tanh(x: Any, /) -> Array:
 
 @composite("hard_sigmoid")
 @_one_op_on_gpu
+@in_float32
 def hard_sigmoid(x: Any, /) -> Array:
     """``min(max(x + 3, 0), 6) / 6``: :func:`sigmoid` of three straight lines.
 
     >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
     Array([0. , 0.5], dtype=float64)
     """
-    return relu6(inexact(ordered("hard_sigmoid", x)) + 3.0) / 6.0
+    x = inexact(ordered("hard_sigmoid", x))
+    return where(x >= 3, 6.0, relu(x + 3.0)) / 6.0  # just below 3 the sum is rounded to 6
 
 
 @composite("hard_silu")
 @_one_op_on_gpu
+@in_float32
 def hard_silu(x: Any, /) -> Array:
     """``x * hard_sigmoid(x)``, also called hard swish (Howard et al., 2019).
 
@@ -325,6 +338,7 @@ def mish(x: Any, /) -> Array:
 
 @composite("softsign")
 @_one_op_on_gpu
+@in_float32
 def softsign(x: Any, /) -> Array:
     """``x / (1 + |x|)``.
 
@@ -334,9 +348,10 @@ def softsign(x: Any, /) -> Array:
     x = inexact(x)
     if x.dtype.kind == "c":
         return x / (1.0 + abs(x))
-    far = isinf(x)
-    near = where(far, 0.0, x)
-    return where(far, sign(x), near / (1.0 + abs(near)))
+    size = abs(x)
+    share, near = 1.0 / (1.0 + size), size < 1
+    # Far from 0 the two terms in the derivative of a quotient cancel, and infinity by infinity is NaN.
+    return where(near, where(near, x, 0.0) * share, sign(x) * (1.0 - share))
 
 
 @composite("swiglu")
@@ -350,6 +365,7 @@ def swiglu(gate: Any, up: Any, /) -> Array:
 
 
 @composite("glu")
+@in_float32
 def glu(x: Any, /, *, axis: int = -1) -> Array:
     """The first half along ``axis`` times :func:`sigmoid` of the second (Dauphin et al., 2017).
 

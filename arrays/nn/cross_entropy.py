@@ -40,8 +40,12 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels (at least one) name a class."""
     found = ops.below(labels, classes)
-    # Seen without their sign, negative labels are the largest: one look for the two ends.
-    return bool(labels.view(labels.dtype.str.replace("i", "u")).max() < classes) if found is None else found
+    if found is not None:
+        return found
+    # Seen without their sign, negative labels are the largest: one look for the two ends, and beyond all that the dtype
+    # counts to, which may be fewer than the classes.
+    largest = int(labels.view(labels.dtype.str.replace("i", "u")).max())
+    return largest < classes and largest <= np.iinfo(labels.dtype).max
 
 
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:

@@ -12,7 +12,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.errors import ArgumentError, ArrayIndexError, ShapeError
 from ..ops.creation import asarray
-from ..ops.manipulation import reshape, stack
+from ..ops.manipulation import astype, reshape, stack
 from ..reductions.reductions import all
 from ..reductions.searching import nonzero
 
@@ -156,6 +156,8 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
         raise ArrayIndexError(
             f"[unravel_index] a place is outside an array of shape {shape}, which has {total} elements"
         )
+    if max(shape, default=0) > np.iinfo(places.dtype).max:
+        places = astype(places, np.int64)
     out = []
     for n in reversed(shape):
         out.append(places % n)
@@ -181,7 +183,9 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
     out: Any = asarray(0)
     for i, (c, n) in enumerate(zip(coordinates, shape, strict=True)):
         c = asarray(c)
+        if c.dtype.kind not in "biu":
+            raise ArgumentError(f"[ravel_multi_index] coordinates are integers, got {c.dtype.name}")
         if not isinstance(c._buf, Deferred) and not bool(all((c >= 0) & (c < n))):
             raise ArrayIndexError(f"[ravel_multi_index] a coordinate of dimension {i} is outside its length {n}")
-        out = out * int(n) + c
+        out = out * int(n) + astype(c, np.int64, copy=False)
     return out

@@ -173,7 +173,7 @@ def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
     if mode not in ("raise", "wrap", "clip"):
         raise ArgumentError(f"[choose] mode must be 'raise', 'wrap' or 'clip', got {mode!r}")
     n, dtype = len(found), result_type(*found)
-    x = x.astype(np.int64) if x.dtype.kind in "bu" else x
+    x = x.astype(np.int64)  # a short dtype may not count to their number
     # A negative number would count from the end, but NumPy refuses it.
     x = x % n if mode == "wrap" else clip(x, 0, n - 1) if mode == "clip" else where(x < 0, n, x)
     shape = np.broadcast_shapes(x.shape, *(c.shape for c in found))

@@ -126,6 +126,8 @@ def erf(xp: Any, x: Any) -> Any:
 
 def sigmoid(xp: Any, x: Any) -> Any:
     x = x.astype(np.float64) if x.dtype.kind in "biu" else x
+    if is_low_precision(x.dtype):
+        return sigmoid(xp, x.astype(np.float32)).astype(x.dtype)
     if xp is np and x.ndim and x.dtype.char in "fd" and x.min(initial=0) > (-80 if x.dtype.char == "f" else -700):
         # No exponential overflows: four passes in one piece of memory, a fifth of the time of what follows.
         out = np.negative(x)

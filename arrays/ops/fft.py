@@ -16,7 +16,7 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
-from ..core.dtypes import as_dtype, complex_of
+from ..core.dtypes import as_dtype, complex_of, is_low_precision
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite, defined
 from .creation import asarray, beside, zeros
@@ -34,6 +34,7 @@ def _fft(xp: Any, x: Any, axes: tuple[int, ...], norm: str, inverse: bool) -> An
 
 
 def _rfft(xp: Any, x: Any, axis: int, norm: str) -> Any:
+    x = x.astype(np.float32) if is_low_precision(x.dtype) else x  # NumPy has the factor of the norm in the dtype of x
     return xp.fft.rfft(x, axis=axis, norm=norm)
 
 

@@ -12,7 +12,7 @@ from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
 from ...arrays.nn import activations, gelu
 from ...arrays.ops import elementwise as ew
-from .registry import call, conj, defanalytic, defvjp, same
+from .registry import call, conj, defanalytic, defvjp, defvjp_of_short, same
 
 
 def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,6 +169,7 @@ defvjp(ew.ATAN2, x=lambda xp, g, x, y: _turn(xp, g, y, x), y=lambda xp, g, x, y:
 defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
 defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * (1.0 - ans * ans)))
+defvjp_of_short(ew.TANH, x=lambda xp, g, x: g * (4.0 * _bell(xp, 2.0 * x)))
 defanalytic(ew.ASINH, x=lambda xp, g, x: g / xp.sqrt(x * x + 1.0))
 defanalytic(ew.ACOSH, x=lambda xp, g, x: g / (xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
 defanalytic(ew.ATANH, x=lambda xp, g, x: g / ((1.0 - x) * (1.0 + x)))
@@ -199,6 +200,12 @@ def _relu(xp, g, ans):
 defvjp(ew.RELU, x=in_c(native.relu_backward, _relu))
 defanalytic(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
 defanalytic(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * (ans * (1.0 - ans))))
+defvjp_of_short(ew.SIGMOID, x=lambda xp, g, x: g * _bell(xp, x))
+
+
+def _bell(xp, x):
+    """The slope of the sigmoid; the sigmoid itself, rounded to two bytes, is 1 while that is far from 0."""
+    return call(xp, ew.SIGMOID, x) * call(xp, ew.SIGMOID, -x)
 
 
 defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, activations.SWIGLU_BACKWARD, 1.0, x, g))

@@ -58,6 +58,8 @@ class VJPRule(NamedTuple):
 
 
 RULES: dict[Op, VJPRule] = {}
+RULES_OF_SHORT: dict[Op, VJPRule] = {}
+"""Rules of calls whose results are floats of one or two bytes: where these have lost the digits of the slope."""
 
 
 def _needs(op: Op, fn: Callable[..., Any]) -> tuple[Need, ...]:
@@ -94,6 +96,11 @@ def defanalytic(op: Op, **by_operand: Callable[..., Any]) -> None:
     """:func:`defvjp` of an op with a complex derivative: the rules are those of real numbers, and get complex values
     conjugated."""
     _add(op, _rule_of(op, by_operand)._replace(analytic=True))
+
+
+def defvjp_of_short(op: Op, **by_operand: Callable[..., Any]) -> None:
+    """The rule of ``op`` for results of one or two bytes, beside its rule of others."""
+    RULES_OF_SHORT[op] = _rule_of(op, by_operand)
 
 
 def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> VJPRule:

@@ -23,7 +23,7 @@ from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET
 from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..rules import RULES
-from ..rules.registry import all_in_one_launch, in_one_launch, same
+from ..rules.registry import RULES_OF_SHORT, VJPRule, all_in_one_launch, in_one_launch, same
 
 _TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
 """Ops whose rules only use operations that a sparse cotangent has."""
@@ -48,12 +48,14 @@ class VJPPlan:
         For each of ``pulls`` the places of these arguments, or None where they are more than values at places.
     simple
         Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
+    plain
+        Whether it may in C, of arrays of NumPy: for any number of results, and by a rule for all operands, too.
     takes_sparse
         Whether the rules take a sparse cotangent.
     partial
         Whether the rule takes None for the cotangent of a result that nothing depends on.
-    of_complex
-        The plan of calls with complex results.
+    of_complex, of_short
+        The plans of calls with complex results, and with results of one or two bytes.
     on_gpu
         The plan of calls on a GPU: the rules of an elementwise op are one launch together, and widen short floats
         themselves (``widens``).
@@ -62,11 +64,13 @@ class VJPPlan:
     __slots__ = (
         "keeps_result",
         "of_complex",
+        "of_short",
         "on_gpu",
         "op",
         "partial",
         "pick",
         "places",
+        "plain",
         "pulls",
         "rest",
         "saves",
@@ -78,8 +82,8 @@ class VJPPlan:
         "widens",
     )
 
-    def __init__(self, op: Op, wanted: tuple[int, ...], count: int) -> None:
-        rule = RULES.get(op)
+    def __init__(self, op: Op, wanted: tuple[int, ...], count: int, rule: VJPRule | None = None) -> None:
+        rule, short = rule or RULES.get(op), None if rule else RULES_OF_SHORT.get(op)
         self.op, self.wanted, self.single = op, wanted, op.nout == 1
         self.pulls: tuple[tuple[int, Callable[..., Any], Any], ...] | None = None
         self.places: tuple[tuple[int | slice, ...] | None, ...] = ()
@@ -87,6 +91,7 @@ class VJPPlan:
         self.rest: tuple[Any, ...] = ()
         self.simple = self.takes_sparse = self.widens = False
         self.partial = rule is not None and rule.partial
+        self.plain = rule is not None and op is not INDEX_SET
         self.saves: tuple[int, ...] = tuple(range(count))
         if rule is not None:
             keys = (-1,) if rule.together is not None else wanted
@@ -109,6 +114,7 @@ class VJPPlan:
         self.pick = _picker(self.saves)
         self.keeps_result = bool(self.saves) and self.saves[-1] >= count
         self.of_complex = self.on_gpu = self
+        self.of_short = VJPPlan(op, wanted, count, short) if short else self
         if rule is not None and rule.analytic:
             self.of_complex = copy(self)
             self.of_complex.of_complex = self.of_complex.on_gpu = self.of_complex
@@ -279,6 +285,8 @@ class Recording:
                 self.follow(name, buf)
                 if dtype.kind == "c":
                     plan = plan.of_complex
+                elif name in self.short:
+                    plan = plan.of_short
             if type(buf) is not np.ndarray:
                 plan = plan.on_gpu
             kept = plan.pick((*bufs, buf) if plan.keeps_result else bufs) if plan.saves else ()

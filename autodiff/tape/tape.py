@@ -21,7 +21,7 @@ from ...arrays.backends.backend import backend_of, on_device_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id
 from ...arrays.core.devices import Device
-from ...arrays.core.dispatch import Deferred, argument_avals, compiled, wrap
+from ...arrays.core.dispatch import Deferred, argument_avals, aval, compiled, wrap
 from ...arrays.core.dtypes import float32
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
@@ -307,4 +307,4 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
 
 
 if compiled is not None:
-    compiled.bind_tape(Tape, VJPPlan, const, same, give)
+    compiled.bind_tape(Tape, VJPPlan, const, aval, same, give)

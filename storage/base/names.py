@@ -104,11 +104,11 @@ def fits(name: str, patterns: str | Iterable[str]) -> bool:
     return any(name == p or fnmatchcase(name, p) for p in each)
 
 
-def patterns_of(keys: str | Iterable[str]) -> list[str]:
-    """Names or patterns that a caller gives: one, or several."""
+def patterns_of(keys: str | Iterable[str], what: str = "keys are names or patterns") -> list[str]:
+    """Names or patterns that a caller gives: one, or several. An error says ``what`` they are."""
     held = [keys] if isinstance(keys, str) or not isinstance(keys, Iterable) else list(keys)
     if not all(isinstance(k, str) for k in held):
-        raise CheckpointError(f"keys are names or patterns, got {keys!r:.80}")
+        raise CheckpointError(f"{what}, got {keys!r:.80}")
     return held
 
 

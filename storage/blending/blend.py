@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
+from ..base.names import patterns_of
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
@@ -153,7 +154,7 @@ def _blended(
     except NotACheckpoint as e:
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
-    chosen = [x if x is None else [x] if isinstance(x, str) else list(x) for x in (keys, drop or ())]
+    chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]
     node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
     return build(node, held.parents), node.plans[-1]
 

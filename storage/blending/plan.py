@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
+from ..rules.dequantized import is_quantized
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
@@ -74,8 +75,8 @@ class Parent:
 
     @functools.cached_property
     def scaled(self) -> set[str]:
-        """The names of quantised weights whose scales lie beside them."""
-        return {name for name, _ in scaled(self.tensors)}
+        """The names of quantised weights whose scales lie beside them, and of these scales."""
+        return {name for both in scaled(self.tensors) for name in both}
 
     @classmethod
     def of(cls, ckpt: Checkpoint) -> Parent:
@@ -328,19 +329,24 @@ class Planner:
             return
         if not self._fits(s, name, key, tuple(next(iter(parts.values())).shape)):
             return
+        # Filters know a head by its own name, also where a model ties it to its embedding.
+        own = [n or name for n in found]
         kinds = [p.dtype for p in parts.values()]
-        copied = len(parts) == 1 and kinds[0].name not in dtypes.FLOATS
-        for m, n in zip(parts, names, strict=True):
-            if n in self.parents[m].scaled and not copied:
-                self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
-                return
         sums = all(k.name in dtypes.FLOATS for k in kinds)
-        if self.config.method != "passthrough" if sums else self.integers == "equal":
-            try:
+        try:
+            copied = self.config.method == "passthrough" and all(
+                each["scale"] in (None, 1) for each in self._parameters(s, name, own, base, t)[1].values()
+            )
+            cast = sums and is_quantized(kinds[0]) and (self.config.dtype or self.config.out_dtype)
+            for m, n in zip(parts, names, strict=True):
+                if n in self.parents[m].scaled and (not copied or cast):
+                    self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
+                    return
+            if not copied if sums else self.integers == "equal":
                 refuse_packed(name, list(parts.values()), list(map(str, parts)), sums, self._said)
-            except CheckpointDTypeError as e:
-                self._faults.add(str(e), name, CheckpointDTypeError)
-                return
+        except CheckpointError as e:
+            self._faults.add(str(e), name, type(e))
+            return
         if not sums:
             if len(set(kinds)) > 1 or kinds[0].kind == "c":
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
@@ -355,8 +361,7 @@ class Planner:
             return
         dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
         try:
-            # Filters know a head by its own name, also where a model ties it to its embedding.
-            shared, each = self._parameters(s, name, [n or name for n in found], base, t)
+            shared, each = self._parameters(s, name, own, base, t)
             _check_range(shared, list(each.values()), work)
             order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
             method = _formula(

@@ -273,6 +273,8 @@ class Checkpoint(Mapping[str, StoredArray]):
 
         Raises `CheckpointKeyError` where nothing lies there.
         """
+        if not isinstance(prefix, str):
+            raise CheckpointError(f"prefix is the name of a part of the checkpoint, got {prefix!r:.80}")
         starts = f"{prefix.removesuffix('.')}.", f"{prefix.removesuffix('/')}/"
         start = next((s for s in starts if any(name.startswith(s) for name in self.arrays)), starts[0])
         kept: dict[str, StoredArray] = {}

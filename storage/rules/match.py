@@ -11,6 +11,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
 from ...arrays.core.formatting import ranges
+from ..base.names import patterns_of
 from . import text
 from .dequantized import is_quantized, not_followed
 from .key_patterns import Pattern, natural, number_of, pattern_of
@@ -82,10 +83,6 @@ def _check_gaps(
             )
 
 
-def _names(names: str | Iterable[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
 @dataclass(frozen=True)
 class Rule:
     """Sources, targets and the steps between them. No targets: the sources are dropped. No sources: `Init` makes it.
@@ -108,13 +105,18 @@ class Rule:
         optional: bool = False,
         line: int | None = None,
     ) -> None:
-        values = (_names(sources), _names(targets), steps, optional, line)
+        names = [tuple(patterns_of(given, "a rule has names, in a text each")) for given in (sources, targets)]
+        values = (*names, steps, optional, line)
         for f, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, f.name, value)
         for name in (*self.sources, *self.targets):
             problem = text.check_pattern(name)
             if problem:
                 raise RuleSyntaxError(problem)
+        if wrong := [s for s in steps if not isinstance(s, Step)]:
+            raise RuleSyntaxError(f"behind the names of a rule stand steps, such as Concat(0); got {wrong[0]!r:.80}")
+        if not isinstance(optional, bool):
+            raise RuleSyntaxError(f"optional of a rule is true or false, got {optional!r:.80}")
         if not self.sources and not self.targets:
             raise RuleSyntaxError("a rule names something on at least one side")
 

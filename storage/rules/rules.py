@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 
 from ...arrays.backends.collector import no_collections
-from ...arrays.core.errors import RuleConflict, RuleMatchError, RuleSyntaxError
+from ...arrays.core.errors import CheckpointError, RuleConflict, RuleMatchError, RuleSyntaxError
+from ..base.malformed import malformed
+from ..base.names import patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.manifest import Leaf
 from ..readers.tensor import read_box
@@ -63,7 +65,7 @@ class Rules:
     """
 
     def __init__(self, rules: str | Rule | Iterable[Rule] | Rules, *, follow: Iterable[str] = ()) -> None:
-        templates = list((follow,) if isinstance(follow, str) else follow)
+        templates = patterns_of(follow, "follow templates are texts, such as opt.m.{}")
         if isinstance(rules, str):
             parsed = [text.parse_line(line, i) for i, line in enumerate(rules.split("\n"), 1)]
             templates = [p for p in parsed if isinstance(p, str)] + templates
@@ -107,6 +109,8 @@ class Rules:
         CheckpointShapeError, CheckpointDTypeError
             A step does not fit; shows the rule.
         """
+        if not isinstance(ckpt, Checkpoint):
+            raise CheckpointError(f"rules are applied to an open checkpoint (open_checkpoint), got {ckpt!r:.80}")
         scalars = ckpt.leaves
         try:
             tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
@@ -144,7 +148,8 @@ class Rules:
         >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
         {'b': array([ 1, 44], dtype=int8)}
         """
-        held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in arrays.items()}
+        with malformed("no arrays by name, such as {'w': array}", error=CheckpointError):
+            held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in arrays.items()}
         return {n: read_box(t)[0] for n, t in BoundRules(self.rules, self.follow, held, {}).outputs().items()}
 
     def inverse(self, source: Mapping[str, Any]) -> Rules:
@@ -164,7 +169,8 @@ class Rules:
         >>> print(Rules("a, b -> c, concat(axis=0), permute()").inverse(arrays))
         c -> a, b, permute(), split(sizes=[4, 2])
         """
-        held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in source.items()}
+        with malformed("no arrays by name, such as {'w': array}", error=CheckpointError):
+            held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in source.items()}
         program = BoundRules(self.rules, self.follow, held, {})
         program.outputs()
         return Rules(program.inverted())

@@ -53,11 +53,11 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
             raise CheckpointError(f"{target}: {branch!r} is no branch; saves are committed to branches")
         repo.create_branch(branch, repo.lookup_branch("main"))
     session = repo.writable_session(branch)
-    _refuse_others(zarr, session.store, target)
+    kept = _of_others(zarr, session.store, target)
     # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
     group = zarr.create_group(session.store, overwrite=True)
-    sums = [_write(zarr, group, item) for item in items]
-    group.update_attributes({GROUP_ATTRIBUTE: _described(head, items, sums)})
+    sums = [_write(zarr, group, item, kept.get(item.directory, {})) for item in items]
+    group.update_attributes(kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)})
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
     told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
@@ -80,23 +80,24 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
 
 
-def _refuse_others(zarr: Any, store: Any, target: str) -> None:
-    """Raise `CheckpointExists` where the branch holds a hierarchy that a save of ours would replace and did not
-    write."""
+def _of_others(zarr: Any, store: Any, target: str) -> dict[str, dict[str, Any]]:
+    """The attributes that others gave to the group (by an empty name) and to arrays of ours. Raises `CheckpointExists`
+    where the branch holds what a save of ours would replace and did not write."""
     try:
         group = zarr.open_group(store, mode="r")
     except FileNotFoundError:
-        return
+        return {}
     except Exception:  # an array is the root
         raise CheckpointExists(f"{target} holds an array that another program wrote; choose another branch") from None
     ours = group.attrs.get(GROUP_ATTRIBUTE)
     with malformed(f"{target}: the attribute of its group is damaged, so that no save can tell whose arrays are there"):
         nodes = set() if ours is None else {row[1] for row in json.loads(ours["checkpoint"])["arrays"]}
     held = dict(group.members(max_depth=None))
-    others = [n for n, a in held.items() if n not in nodes and (ours is None or isinstance(a, zarr.Array))]
+    others = [n for n in held if n not in nodes and (ours is None or not any(m.startswith(f"{n}/") for m in held))]
     if others:
         what = f"holds what another program wrote: {some(sorted(others), 3)}"
         raise CheckpointExists(f"{target} {what}; choose another branch, or move that elsewhere")
+    return {n: dict(node.attrs) for n, node in {**held, "": group}.items()}
 
 
 def _chunk(item: SaveItem) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequenc
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
 
 
-def _write(zarr: Any, group: Any, item: SaveItem) -> str:
+def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any]) -> str:
     """Write the chunks of an array, those of zeros too; returns their checksums, in the order of the grid."""
     import asyncio
 
@@ -127,11 +128,9 @@ def _write(zarr: Any, group: Any, item: SaveItem) -> str:
     from zarr.core.sync import sync
 
     chunk = _chunk(item)
-    said = {"fill_value": 0, "dimension_names": own_names(item.name, len(item.shape))}  # for xarray, as of a plain save
-    codecs = [zarr.codecs.Crc32cCodec()]
-    array = group.create_array(
-        item.directory, shape=item.shape, chunks=chunk, dtype=item.dtype, compressors=codecs, **said
-    )
+    form = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0, "attributes": attributes}
+    form["dimension_names"] = own_names(item.name, len(item.shape))  # for xarray, as of a plain save
+    array = group.create_array(item.directory, shape=item.shape, chunks=chunk, dtype=item.dtype, **form)
     grid = ChunkGrid(item.shape, chunk, chunk)
     sums = np.zeros(grid.counts, "<u4")
 

@@ -1,47 +1,32 @@
 """The server of a checkpoint as ranges over HTTP: for ``meshtape serve``, and in a thread of its own for `serve`.
 
 Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as
-readers of ranges keep no cookies. An answer of one piece goes through Tornado. A longer one is sent by a thread with
-blocking calls: ranges of files by ``sendfile``, each checked before its last byte goes out, and pieces that are read or
-computed ahead; then Tornado has the connection back. Where a check fails, the connection ends early, which every client
-notices by the length it was told.
+readers of ranges keep no cookies. An answer of one piece goes through Tornado. A longer one is sent by a thread
+(`sending`); then Tornado has the connection back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import html
 import os
 import re
-import socket
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from tornado import web
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
-from ..base.scratch import keep_freed
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
-from ..readers.raw_tensor import RawTensor
-from ..readers.reading import opened
-from ..stores import store as stores
+from .sending import PATIENCE, Answer, Sender
 from .served import Found, ServedCheckpoint
-from .virtual_files import LIMIT, ChunkFile, VirtualFile, check, read
+from .virtual_files import VirtualFile
 
 _SMALL = 256 << 10  # bytes of an answer that is sent with its headers
-_AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))  # pieces that are made while those before them are sent
-_PATIENCE = 120.0  # seconds that a client may take nothing
-Piece = RawTensor | np.ndarray  # of bytes
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
 
 
@@ -69,127 +54,6 @@ def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
     if start >= stop:
         raise ValueError(header)
     return start, stop
-
-
-class Sender:
-    """Threads that read and compute pieces of answers, and those that send answers of several pieces meanwhile."""
-
-    def __init__(self) -> None:
-        keep_freed()  # of the pieces that are made
-        self.readers = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
-        self.senders = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
-        self._busy: set[socket.socket] = set()
-        self._ahead: OrderedDict[tuple[int, Box], tuple[ChunkFile, Future[np.ndarray]]] = OrderedDict()
-        self._asked: deque[tuple[int, Box]] = deque(maxlen=8)  # chunks, and below those that follow them
-        self._expected: deque[tuple[int, Box]] = deque(maxlen=8)
-        self._reading = 0  # requests for chunks
-        self._lock = threading.Lock()
-
-    def read(self, file: VirtualFile, start: int, stop: int) -> np.ndarray:
-        """Some bytes of a file. Where they are a chunk of Zarr that follows one that was asked for, the next chunks are
-        made meanwhile."""
-        if not isinstance(file, ChunkFile) or stop - start < file.nbytes or file.nbytes > LIMIT:
-            return read(file, start, stop)
-        after = file.following(_AHEAD)
-        with self._lock:
-            _, coming = self._ahead.pop(file.key, (None, None))
-            self._reading += 1
-            self._asked.append(file.key)
-            if file.key in self._expected and self._reading <= _AHEAD:  # else others have the processors
-                with contextlib.suppress(RuntimeError):  # the server is closed
-                    for each in after:
-                        if each.key not in self._ahead and each.key not in self._asked:
-                            self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.nbytes)
-                while len(self._ahead) > 2 * _AHEAD:  # nobody has asked for these
-                    self._ahead.popitem(last=False)[1][1].cancel()
-            self._expected.extend(each.key for each in after[:1])
-        try:
-            early = coming is not None and coming.done()
-            # One that waits for a thread, as this request did, or that failed, is read now.
-            if coming is None or coming.cancel() or coming.exception() is not None:
-                return read(file, start, stop)
-            if early:
-                check(file.tensor)
-            return coming.result()
-        finally:
-            with self._lock:
-                self._reading -= 1
-
-    def send(
-        self,
-        sock: socket.socket,
-        file: VirtualFile,
-        at: int,
-        stop: int,
-        piece: RawTensor | np.ndarray,
-        source: ServedCheckpoint,
-        then: Callable[[bool], None],
-    ) -> None:
-        """Send a piece and the bytes from ``at`` to ``stop``, then tell whether all of them are gone."""
-        with self._lock:
-            self._busy.add(sock)
-        coming: deque[Future[Piece]] = deque()
-        whole = False
-        try:
-            with sock:
-                sock.settimeout(_PATIENCE)
-                while True:
-                    while at < stop and len(coming) < _AHEAD:
-                        end = min(stop, file.cut(at))
-                        coming.append(self.readers.submit(_piece, file, at, end))
-                        at = end
-                    if isinstance(piece, RawTensor):
-                        _send_file(sock, piece)
-                    else:
-                        sock.sendall(piece)
-                    if not coming:
-                        whole = True
-                        return
-                    piece = coming.popleft().result()
-        except CheckpointReplaced:
-            source.forget()
-        except (MeshtapeError, OSError, RuntimeError, CancelledError):  # the last two: the server is closed
-            pass  # the client sees an answer that is too short
-        finally:
-            for each in coming:
-                each.cancel()
-            with self._lock:
-                self._busy.discard(sock)
-            with contextlib.suppress(RuntimeError):  # the server is closed
-                then(whole)
-
-    def close(self) -> None:
-        with self._lock:
-            for sock in self._busy:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        for pool in (self.readers, self.senders):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _lying(file: VirtualFile, at: int, stop: int) -> RawTensor | None:
-    """Where some bytes lie in a local file as they are."""
-    held = file.stored(at, stop)
-    return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else None
-
-
-def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
-    return _lying(file, at, stop) or read(file, at, stop)
-
-
-def _send_file(sock: socket.socket, held: RawTensor) -> None:
-    end = held.start + held.stored_nbytes - 1
-    with (
-        opened(held.path, "bytes that are served", held.generation) as reader,
-        open(reader.fileno(), "rb", closefd=False) as file,  # type: ignore[attr-defined]
-    ):
-        held.check_length(reader)
-        sock.sendfile(file, held.start, end - held.start)
-        last = os.pread(file.fileno(), 1, end)
-        held.check_length(reader)
-        if len(last) != 1:
-            raise OSError("it ends early")
-        sock.sendall(last)
 
 
 class FileHandler(Handler):
@@ -227,7 +91,7 @@ class FileHandler(Handler):
             self.finish(first if first is None else first.tobytes())
         elif at == stop:
             try:
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(PATIENCE):
                     await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
             except (OSError, TimeoutError):  # the client is gone, or takes nothing
                 self.request.connection.close()
@@ -243,7 +107,7 @@ class FileHandler(Handler):
                 loop.call_soon_threadsafe(*more)
 
             sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
-            self.sender.senders.submit(self.sender.send, sock, found.file, at, stop, first, self.source, then)
+            self.sender.start(Answer(sock, found.file, at, stop, first, self.source, then), loop)
 
     def _begin(self, path: str) -> tuple[Found | None, int, int, np.ndarray | None]:
         """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""

@@ -430,6 +430,9 @@ def convert(
     if documents is not None and format == "dcp":
         raise CheckpointKeyError("a PyTorch checkpoint has no place for documents; leave out documents=")
     added = given(documents)
+    for name, n in (("memory_limit", memory_limit), ("threads", threads), ("max_shard_bytes", max_shard_bytes)):
+        if (n is not None or name != "max_shard_bytes") and not (isinstance(n, int | float | np.number) and n >= 1):
+            raise CheckpointError(f"{name} must be a positive number, got {n!r:.80}")
     held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
     if format in ("safetensors", "dcp"):
@@ -442,8 +445,6 @@ def convert(
         ):
             if given_too:
                 raise CheckpointError(f"{format} {why}")
-        if max_shard_bytes is not None and max_shard_bytes < 1:
-            raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         sink = (hugging_face_sink if format == "safetensors" else dcp_sink)(held, max_shard_bytes)
     elif format == "zarr":
         if max_shard_bytes is not None:
@@ -455,8 +456,6 @@ def convert(
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:
         raise CheckpointError(f"{target} is the source; write to another place")
-    if memory_limit < 1 or threads < 1:
-        raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:

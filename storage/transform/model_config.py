@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.formatting import count, some
 from ..format.documents import Documents, edited
+from ..rules.growing import GrownRows
+from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced
 from . import layer_entries
-from .tokenizer import ids_of
+from .tokenizer import ids_of, renumbered
 
 TABLES = (
     "embed_tokens.weight",
@@ -28,6 +33,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 """The number of the layer in the name of an array."""
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
+_OF_EXPERTS = re.compile(rf"{LAYER.pattern}.*\.experts\.")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ELSE = re.compile(r"vision|visual|audio|speech|encoder|mtp")  # in names of stacks that are not the layers of text
 _SIZES = re.compile(r"size|dim|width|position|channels|labels|experts|n_embd|n_inner|n_ctx")  # names of such entries
@@ -74,10 +80,54 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
         config, notes = following(documents.raw("config.json"), before, after)
     except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
         return documents
-    rows = token_rows(after)
-    if 0 < rows < token_rows(before) and (cut := [t for t, i in ids_of(documents).items() if i >= rows]):
+    (ids, needed), rows, moved = ids_of(documents), token_rows(after), _moved(before, after)
+    shorter = 0 < rows < token_rows(before)
+    if shorter and (cut := [t for t, i in ids.items() if i >= rows]):
         notes.append(f"tokenizer.json: has {count(len(cut), 'token')} beyond the {rows} rows here: {some(cut, 3)}")
+    there = range(rows) if moved is None else moved
+    if shorter or moved is not None:
+        lost = (t for t in needed if t in ids and ids[t] not in there)
+        notes += (f"tokenizer.json: {t!r}, {needed[t]}, has no row here" for t in lost)
+    if moved is not None:
+        if turned := [t for t, i in ids.items() if i < rows and moved.get(i) != i]:
+            notes.append(f"tokenizer.json: {count(len(turned), 'token')} have other rows here: {some(turned, 3)}")
+        was = {f"id {i}": i for i in set(range(token_rows(before))).difference(ids.values())} | ids
+        now = {t: moved[i] for t, i in was.items() if i in moved}
+        config, told = renumbered("config.json", config, was, now)
+        notes += told
+        if (name := "generation_config.json") in list(documents):
+            with contextlib.suppress(CorruptCheckpoint, IncompleteCheckpoint):
+                data, told = renumbered(name, documents.raw(name), was, now)
+                documents = documents.edited(name, lambda _: data, told)
     return documents.edited("config.json", lambda _: config, notes)
+
+
+def _moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, int] | None:
+    """The rows of now by those of before, in embeddings that lost some or have another order; None in others."""
+    tables, was = {id(t) for n, t in before.items() if is_embedding(n)}, np.arange(token_rows(before))
+    try:
+        found = [_origin_rows(t, tables) for n, t in after.items() if is_embedding(n)]
+    except TypeError:
+        return None
+    if not found or np.array_equal((rows := found[0])[: len(was)], was):
+        return None
+    alike = all(np.array_equal(rows, other) for other in found)
+    return {int(rows[new]): new for new in reversed(range(len(rows))) if rows[new] >= 0} if alike else None
+
+
+def _origin_rows(tensor: Any, tables: Container[int]) -> np.ndarray:
+    """The row of a table that each row of a tensor is, -1 for new ones. Raises `TypeError` where it is not known."""
+    if id(tensor) in tables:
+        return np.arange(tensor.shape[0])
+    if isinstance(tensor, (Filled, GrownRows)):
+        return np.full(tensor.shape[0], -1)
+    if isinstance(tensor, Joined):
+        parts = [_origin_rows(p, tables) for p in tensor.parts]
+        return np.concatenate(parts) if tensor.axis == 0 else parts[0]
+    if not isinstance(tensor, (Sliced, Converted)):
+        raise TypeError(tensor.name)
+    first = tensor.start[0] if isinstance(tensor, Sliced) else 0
+    return _origin_rows(tensor.source, tables)[first : first + tensor.shape[0]]
 
 
 def following(
@@ -135,6 +185,11 @@ def token_rows(arrays: Mapping[str, Any]) -> int:
     return max(_rows(arrays), default=0)
 
 
+def _layer_of(name: str) -> str:
+    """The name of the layer of an array; nothing where it is of none."""
+    return name[: found.end()] if (found := LAYER.search(name)) else ""
+
+
 def _rows(arrays: Mapping[str, Any]) -> list[int]:
     return sorted({int(t.shape[0]) for n, t in arrays.items() if is_embedding(n) and t.shape})
 
@@ -149,17 +204,18 @@ def _origins(tensor: Any, known: Mapping[int, str]) -> set[str]:
 def _layers(
     inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], order: Order | None
 ) -> list[str]:
-    count, stacks = _count(inner), _stacks(before)
-    if count is None or not stacks:
+    key, n_layers, stacks = _count(inner), layer_entries.count(inner), _stacks(before)
+    said = f"{key} {n_layers}" if key else f"{n_layers} layers"
+    if not n_layers or not stacks:
         told = [k for k in inner if inner[k] and layer_entries.is_about_layers(k, inner)]
         changed = told and _stacks(after) != stacks
         return [f"config.json: see whether {told[0]!r} is right, which speaks of layers"] if changed else []
-    fits = [s for s, numbers in stacks.items() if numbers == set(range(inner[count]))]
+    fits = [s for s, numbers in stacks.items() if numbers == set(range(n_layers))]
     plain = ([s for s in fits if not _ELSE.search(s)] or fits) if not inner.get("is_encoder_decoder") else []
     now = _stacks(after)
     if order is None and len(plain) != 1:
         same = sorted(map(sorted, now.values())) == sorted(map(sorted, stacks.values()))
-        return [] if same else [f"config.json: see whether its numbers of layers ({count} {inner[count]}) are right"]
+        return [] if same else [f"config.json: see whether its numbers of layers ({said}) are right"]
     made: dict[int, set[int]] = {j: set() for numbers in now.values() for j in numbers}
     towers = [s for s in sorted(now.keys() & stacks.keys()) if order is None and s != plain[0] and now[s] != stacks[s]]
     notes = [f"config.json: see whether it says how many layers there are of {s!r}, which were more" for s in towers]
@@ -175,16 +231,18 @@ def _layers(
             return notes
     if sorted(made) != list(range(len(made))) or not made:
         left = f"layers {some(sorted(made), 6)}, which key rules may number 0, 1, …" if made else "no layers"
-        return [*notes, f"config.json: still says {count} {inner[count]}, and there are {left}"]
+        return [*notes, f"config.json: still says {said}, and there are {left}"]
     if order is None and all(len(numbers) == 1 for numbers in made.values()):
         order = [(dict(inner), next(iter(made[j]))) for j in range(len(made))]
-        if [i for _, i in order] == list(range(inner[count])):
+        if [i for _, i in order] == list(range(n_layers)):
             return notes
+    each = [n for n in after if "per_layer" in n and not LAYER.search(n)]
+    notes += [f"config.json: other layers than before, and {n!r} has a part for each of those" for n in each[:1]]
     if order is not None:
         notes += layer_entries.renumber(inner, [order[j] for j in range(len(made))])
-    elif len(made) != inner[count]:
+    elif len(made) != n_layers:
         notes += ["config.json: layers are made of several others, and entries about each layer are as they were"]
-    inner |= dict.fromkeys([k for k in layer_entries.COUNTS if inner.get(k) == inner[count]], len(made))
+    inner |= dict.fromkeys([k for k in layer_entries.COUNTS if inner.get(k) == n_layers], len(made))
     return notes
 
 
@@ -210,10 +268,18 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
         was, now = (_stacks(arrays, _EXPERT) for arrays in (before, after))
         if few := next((s for s, n in now.items() if was.get(s) == every != n), None):
             notes.append(f"config.json: {key} is {inner[key]}, and {few!r} has the experts {some(sorted(now[few]), 6)}")
-    tied = inner.get("tie_word_embeddings")
     known = {id(t): n for n, t in before.items()}
-    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and n not in after and not tied]
-    lost = [n for n in lost if not any(n in _origins(t, known) for t in after.values())]
+    made: dict[str, set[str]] = {}  # the origins of the arrays of each layer, and of those of none
+    for n, t in after.items():
+        made.setdefault(_layer_of(n), set()).update(_origins(t, known) or {n})
+    used = set().union(*made.values())
+    mixtures = {_layer_of(n) for n in before if _OF_EXPERTS.search(n)}
+    whole = {layer for layer, of in made.items() if any(map(_OF_EXPERTS.search, of | made.get("", set())))}
+    bare = [p for p, of in made.items() if p and p not in whole and not mixtures.isdisjoint(map(_layer_of, of))]
+    told = f"config.json: a layer of experts does not load without any, and none are in {some(bare, 3)}"
+    notes += [told] if bare else []
+    tied = inner.get("tie_word_embeddings")
+    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and not tied and n not in used | after.keys()]
     ties = "does not tie" if tied is False else "does not say that it ties"
     return notes + [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
 

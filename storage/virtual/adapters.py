@@ -183,7 +183,7 @@ def _with_tokenizer(documents: Any, own: Any, before: int, rows: int) -> Any:
     if not any(n.startswith(VOCABULARIES) for n in found):
         why = f"tokenizer: the embeddings have {rows} rows, not {before}, and the adapter brings no tokenizer"
         return documents.replaced((), {}, [why] if had and rows != before else ())
-    if (end := max(ids_of(own).values(), default=-1)) >= rows:
+    if (end := max(ids_of(own)[0].values(), default=-1)) >= rows:
         why = f"tokenizer: that of the base, as the one of the adapter has the id {end}, and the embeddings {rows} rows"
         return documents.replaced((), {}, [why])
     other = [n for n in found if n not in had or documents.raw(n) != found[n]]

@@ -134,9 +134,8 @@ def weighted_sum(
     >>> weighted_sum(steps, [1, 3], normalize=True)["w"][...]
     array([2.5, 2.5])
     """
-    return _made(
-        ex.Sum, _several(parents, "weighted_sum"), weights=list(weights), normalize=normalize, integers=integers
-    )
+    weights = list(weights) if isinstance(weights, Iterable) else weights
+    return _made(ex.Sum, _several(parents, "weighted_sum"), weights=weights, normalize=normalize, integers=integers)
 
 
 def ema(
@@ -169,7 +168,9 @@ def ema(
         directory = store.location(run)
         found = numbered.complete(directory)
         line = {s.step: s.path for s in branches.current(directory, found).line(found)}
-        wanted = sorted(line if steps is None else set(steps))
+        if not isinstance(steps, Iterable | None):
+            raise CheckpointError(f"steps of ema is a list of whole numbers, got {steps!r:.80}")
+        wanted = sorted(line if steps is None else set(map(ex.index, steps)))
         if not line:
             raise CheckpointKeyError(
                 f"{directory} is no run of a CheckpointManager with steps; give one, or a list of checkpoints"

@@ -86,7 +86,7 @@ INTEGERS = ("equal", "first", "last")
 
 def choice(x: Any) -> str:
     """Whose integers are taken where a sum has none: they must be equal, or are those of the first or last operand."""
-    if x not in INTEGERS:
+    if not isinstance(x, str) or x not in INTEGERS:
         raise CheckpointError(f"{x!r:.40} is none of {', '.join(map(repr, INTEGERS))}")
     return str(x)
 

@@ -62,6 +62,62 @@ def test_parameters_of_activations():
         mt.nn.softplus(x, beta=0.0)
 
 
+CURVES = {
+    **{n: getattr(mt.nn, n) for n in FORMULAS if n != "glu"},
+    **{n: getattr(mt.nn, n) for n in ("gelu", "silu", "relu", "sigmoid")},
+    "tanh": mt.tanh,
+    "gelu by tanh": lambda x: mt.nn.gelu(x, approximate=True),
+    "softplus, beta 10": lambda x: mt.nn.softplus(x, beta=10.0),
+    "softplus, beta 0.1": lambda x: mt.nn.softplus(x, beta=0.1),
+    "elu, alpha 3": lambda x: mt.nn.elu(x, alpha=3.0),
+    "celu, alpha 0.1": lambda x: mt.nn.celu(x, alpha=0.1),
+    "celu, alpha 10": lambda x: mt.nn.celu(x, alpha=10.0),
+    "leaky_relu, slope 0.3": lambda x: mt.nn.leaky_relu(x, negative_slope=0.3),
+    "swiglu": lambda x: mt.nn.swiglu(x, x),
+    "glu": lambda x: mt.nn.glu(mt.stack([x, x], axis=-1))[..., 0],
+}
+SLOPES = {"sigmoid": lambda x: special.expit(x) * special.expit(-x), "tanh": lambda x: 1 / np.cosh(x) ** 2}
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """The numbers of a dtype counted from 0, with their sign."""
+    bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
+    return np.where(bits < 0, -(bits & (1 << 8 * x.dtype.itemsize - 1) - 1), bits)
+
+
+@pytest.mark.parametrize("dtype", [mt.float8_e4m3fn, mt.float8_e5m2, mt.float16, mt.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CURVES)
+def test_every_short_float_has_the_value_and_the_slope_of_float64_rounded(name: str, dtype: mt.DType) -> None:
+    """To the last digit or the one beside it: no step between is rounded, overflows, or is beyond a corner."""
+    f, short = CURVES[name], np.dtype(dtype)
+    x = np.arange(1 << 8 * short.itemsize, dtype=f"u{short.itemsize}").view(short)
+    x = mt.asarray(x[np.isfinite(x.astype(np.float32))])
+    with np.errstate(all="ignore"):
+        (value, pull), (exact, pull_exact) = mt.vjp(f, x), mt.vjp(f, x.astype(mt.float64))
+        pairs = [(value, exact), (pull(mt.ones_like(value))[0], pull_exact(mt.ones_like(exact))[0])]
+        if name in SLOPES:  # float64 has them of the result, which is 1 far from 0
+            pairs[1] = pairs[1][0], SLOPES[name](np.asarray(x, np.float64))
+        for got, want in pairs:
+            assert got.dtype == short
+            found, wanted = np.asarray(got), np.asarray(want).astype(short)
+            lost = np.isnan(wanted.astype(np.float32))
+            np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), lost)
+            assert np.abs(ranks(found) - ranks(wanted))[~lost].max() <= 1
+
+
+def test_curves_of_float32_keep_their_digits_far_from_zero() -> None:
+    far = np.float32([-3e38, -1e7, -20.0, -5.5, 5.5, 1e7, 3e38])
+    curves = [CURVES[n] for n in ("gelu by tanh", "softsign", "softplus, beta 10", "hard_sigmoid", "hard_silu")]
+    for f in curves:
+        (value, pull), (exact, pull_exact) = mt.vjp(f, mt.asarray(far)), mt.vjp(f, mt.asarray(far, mt.float64))
+        np.testing.assert_allclose(value, exact, rtol=1e-4, atol=1e-38)
+        np.testing.assert_allclose(
+            pull(mt.ones_like(value))[0], pull_exact(mt.ones_like(exact))[0], rtol=1e-4, atol=1e-38
+        )
+    corner = np.nextafter(np.float32(3), np.float32(0))
+    assert mt.grad(mt.nn.hard_sigmoid)(mt.asarray(corner)) == np.float32(1 / 6)
+
+
 LOSSES = {
     "mse_loss": lambda x, y: (x - y) ** 2,
     "l1_loss": lambda x, y: np.abs(x - y),

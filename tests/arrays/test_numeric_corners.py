@@ -262,3 +262,62 @@ def test_gelu_far_out():
         )
         slopes = np.asarray(mt.grad(lambda x: mt.nn.gelu(x).sum())(x).astype(mt.float64))
         np.testing.assert_array_equal(slopes, [1, 0, np.nan, 1, 0, 0.5])
+
+
+# ----- indices and labels of short integers ---------------------------------------------------------------------------
+
+N = 300  # beyond what one byte counts to
+BY_INDEX: dict[str, Any] = {
+    "read": lambda i: mt.arange(N)[i],
+    "read of a column": lambda i: mt.reshape(mt.arange(2 * N), (2, N))[:, i],
+    "take": lambda i: mt.take(mt.arange(N), i),
+    "take_along_axis": lambda i: mt.take_along_axis(mt.arange(N), i, axis=0),
+    "put_along_axis": lambda i: mt.put_along_axis(mt.arange(N), i, mt.asarray([7, 8]), axis=0, inplace=False),
+    "set": lambda i: mt.zeros(N).at[i].set(1.0),
+    "add": lambda i: mt.zeros(N).at[i].add(1.0),
+    "max": lambda i: mt.zeros(N).at[i].max(1.0),
+    "gradient of a read": lambda i: mt.grad(lambda x: mt.sum(x[i]))(mt.ones(N)),
+    "compiled read": lambda i: mt.compile(lambda i: mt.arange(N)[i])(i),
+    "read of a split array": lambda i: mt.distribute(mt.arange(N), MESH, data=mt.Shard(0))[i],
+    "delete": lambda i: mt.delete(mt.arange(N), i),
+    "choose": lambda i: mt.choose(i, [mt.asarray(k) for k in range(N)]),
+    "unravel_index": lambda i: mt.stack(mt.unravel_index(i, (2, N))),
+    "ravel_multi_index": lambda i: mt.ravel_multi_index((i, i), (N, N)),
+    "bincount": lambda i: mt.bincount(i, minlength=N),
+    "one_hot": lambda i: mt.nn.one_hot(i, N),
+    "embedding": lambda i: mt.nn.embedding(i, mt.ones((N, 2)), padding_idx=N - 1),
+    "comparisons": lambda i: mt.stack([i < N, i >= -N, i == N, i != -N]),
+    **{
+        f"{name}, {ignored}": lambda i, loss=loss, ignored=ignored: loss(i, reduction="none", ignore_index=ignored)
+        for ignored in (None, -1, -100, 255, 1000, 2**63)
+        for name, loss in {
+            "cross_entropy": lambda i, **kw: mt.nn.cross_entropy(mt.ones((2, N)), i, **kw),
+            "cross_entropy of short floats": lambda i, **kw: mt.nn.cross_entropy(
+                mt.ones((2, N), dtype=mt.bfloat16), i, **kw
+            ),
+            "linear_cross_entropy": lambda i, **kw: mt.nn.linear_cross_entropy(
+                mt.ones((2, 3)), mt.ones((3, N)), i, **kw
+            ),
+            "split cross_entropy": lambda i, **kw: mt.nn.cross_entropy(
+                mt.distribute(mt.ones((2, N)), MESH, data=mt.Shard(1)), i, **kw
+            ),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_short_integers_index_as_long_ones_do(name: str) -> None:
+    """Also where the array is longer than they count: with the same values, and the same errors."""
+
+    def outcome(values: list[int], dtype: str) -> Any:
+        try:
+            return np.asarray(BY_INDEX[name](mt.asarray(values, dtype=dtype))).tolist()
+        except mt.errors.MeshtapeError as e:
+            return type(e)
+
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint64"):
+        limits = np.iinfo(dtype)
+        for values in ([0, 1], [127, 5], [-1, 1], [-100, 1], [-128, 127], [255, 1], [299, -300], [300, 1], [-301, 1]):
+            if limits.min <= min(values) and max(values) <= limits.max:
+                assert repr(outcome(values, dtype)) == repr(outcome(values, "int64")), (dtype, values)

@@ -100,6 +100,22 @@ def test_float8_operands_are_taken_as_they_are() -> None:
     assert saturated.tolist() == [[448.0, 2.0]]
 
 
+SMALL, LARGE = 2.0**-120, 2.0**120
+
+
+@pytest.mark.parametrize("scales", [(LARGE, SMALL), (SMALL, LARGE), (LARGE, LARGE), (SMALL, SMALL)])
+def test_scales_far_apart_reach_no_further_than_the_product(scales: tuple[float, float]) -> None:
+    x, y = (np.float32(s) * numbers(*shape, seed=7) for s, shape in zip(scales, ((3, 5), (5, 2)), strict=True))
+    x[0] = 0
+    want = rounded(x, E4) @ rounded(y, E4)
+    with np.errstate(over="ignore"):
+        want32 = want.astype(np.float32)
+    np.testing.assert_allclose(mt.nn.float8_matmul(x, y), want32, rtol=1e-5, atol=np.abs(want).max() * 1e-6)
+    assert (np.asarray(mt.nn.float8_matmul(x, y))[0] == 0).all()
+    if scales[0] != scales[1]:
+        np.testing.assert_allclose(mt.compile(mt.nn.float8_matmul)(x, y), want32, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
     x, y = numbers(3, 4), numbers(4, 2)

@@ -13,13 +13,15 @@ import weakref
 
 import numpy as np
 import pytest
+from op_samples import calls, differentiable
 
 import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.arrays.core.dispatch import apply, compiled
-from meshtape.arrays.core.op import state
+from meshtape.arrays.core.op import ShapeDtype, state
 from meshtape.arrays.nn.norms.layer_norm import layer_norm
 from meshtape.autodiff.rules import RULES
+from meshtape.autodiff.tape import backward
 
 GradientError = mt.errors.GradientError
 
@@ -574,6 +576,53 @@ def test_cotangents_have_the_dtype_of_their_values(dtype):
     value, pull = mt.vjp(chain, x)
     assert pull(mt.ones_like(value))[0].dtype == dtype
     assert mt.hvp(lambda x: mt.sum(chain(x)), x, x).dtype == dtype
+
+
+class InPython(mt.Tape):
+    """A tape whose calls are none of C's."""
+
+
+def pulled(kind, op, args, params, result):
+    """Records of a call, and the cotangents of its operands from one of its results, or from all (None)."""
+    args = [mt.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
+    sources = [a for a in args if isinstance(a, mt.Array) and a.dtype.kind == "f"]
+    with np.errstate(all="ignore"), kind(persistent=True) as tape:
+        tape.watch(sources)
+        outs = apply(op, tuple(args), params)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        of = [o for o in outs if o.dtype.kind == "f"] if result is None else [outs[result]]
+        total = functools.reduce(mt.add, [mt.sum(mt.cos(o) * o) for o in of])
+    kept = [[k.tobytes() if isinstance(k, np.ndarray) else k for k in r[3]] for r in tape._records]
+    records = [(r[0], len(r[2]), k, r[5]) for r, k in zip(tape._records, kept, strict=True)]
+    try:
+        found = [g.tolist() for g in tape.gradient(total, sources, unconnected="zeros")]
+    except GradientError as e:  # of a mode without a derivative
+        found = [str(e), *e.__notes__]
+    return repr((records, found))
+
+
+WHOLE = [n for n in differentiable() if OPS[n].nout > 1 or (OPS[n] in RULES and RULES[OPS[n]].together)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_several_results_and_rules_of_all_operands_are_the_same_in_c(name, monkeypatch):
+    op, tried = OPS[name], 0
+    for args, params in calls(name):
+        if any(isinstance(a, np.ndarray) and a.dtype.kind == "c" for a in args):
+            continue
+        avals = op.avals(tuple(ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in args), params)
+        of_floats = [i for i, a in enumerate(avals) if a.dtype.kind == "f"]
+        for result in [None] * bool(of_floats) + of_floats:
+            with monkeypatch.context() as patch:
+                patch.setattr(backward, "compiled", None)
+                in_python = pulled(InPython, op, args, params, result)
+            with monkeypatch.context() as patch:
+                if all(a.dtype.kind != "c" for a in avals) and op in RULES and compiled is not None:
+                    patch.setattr(mt.Tape, "record", None)  # neither is called
+                    patch.setattr(backward, "_found", None)
+                assert pulled(mt.Tape, op, args, params, result) == in_python
+            tried += 1
+    assert tried or name == "eig"  # of which all results are complex
 
 
 @pytest.mark.skipif(compiled is None, reason="all of this file has just run without the calls in C")

@@ -270,6 +270,35 @@ def test_arrays_that_others_commit_beside_ours_are_told_and_stay(ice, url, tmp_p
         save(url, {"w": np.ones(3)}, step=3)
 
 
+def test_attributes_that_others_set_stay(ice, url, tmp_path):
+    """Those of the root group and of arrays, before the first save and between two; a group of theirs is refused."""
+    zarr = pytest.importorskip("zarr")
+    place = str(tmp_path / "repo")
+    repo = icechunk_store.repository(place, create=True)
+
+    def told(change):
+        session = repo.writable_session("main")
+        change(zarr.open_group(session.store, mode="a"))
+        session.commit("theirs")
+
+    told(lambda group: group.update_attributes({"title": "a run", "nested": {"x": [1, None, 2.5]}}))
+    save(url, {"w": np.ones(3), "v": np.ones(2)}, step=1)
+    told(lambda group: group["w"].update_attributes({"units": "m"}))
+    told(lambda group: group.update_attributes({"owner": "them"}))
+    for step in (2, 3):
+        save(url, {"w": np.full(3, step), "u": np.ones(2)}, step=step)
+    group = zarr.open_group(repo.readonly_session("main").store, mode="r")
+    kept = {k: v for k, v in group.attrs.items() if k != "meshtape"}
+    assert kept == {"title": "a run", "nested": {"x": [1, None, 2.5]}, "owner": "them"}
+    assert (dict(group["w"].attrs), dict(group["u"].attrs)) == ({"units": "m"}, {})
+    assert load(url)["w"].tolist() == [3] * 3
+    assert not verify(url).skipped
+    told(lambda group: group.create_group("notes", attributes={"why": "theirs"}))
+    with pytest.raises(errors.CheckpointExists, match="another program wrote: notes"):
+        save(url, {"w": np.ones(3)}, step=4)
+    assert open_checkpoint(url).step == 3
+
+
 def test_a_chunk_that_is_not_the_one_of_its_place_is_found(ice, url, tmp_path, kit):
     """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and
     chunk, never other numbers."""

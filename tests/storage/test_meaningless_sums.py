@@ -30,6 +30,14 @@ WAYS = {
         {"merge_method": "linear", "models": [{"model": x, "parameters": {"weight": 1}} for x in p]}, integers=i
     ),
 }
+OF_ONE = {
+    "scale": lambda p, i: blended(
+        {"merge_method": "passthrough", "models": [{"model": p[0]}], "parameters": {"scale": 2}}, integers=i
+    ),
+    "one model": lambda p, i: blended(
+        {"merge_method": "linear", "models": [{"model": p[0], "parameters": {"weight": 2}}]}, integers=i
+    ),
+}
 ONES = np.ones((4, 8), "f4")
 BYTES, WORDS, SCALES = np.ones((4, 8), np.uint8), np.ones((4, 1), np.int32), np.ones((4, 1), "f4")
 QUANTISED = {
@@ -48,13 +56,13 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *OF_ONE])
 def test_codes_are_not_summed(tmp_path, name, way):
     tree, advice = QUANTISED[name]
     paths = [save(tmp_path / n, tree).path for n in "ab"]  # equal codes, too
     for integers in ("equal", "first", "last"):
-        with pytest.raises(errors.CheckpointError, match="dequantize" if way == "blend" else advice):
-            WAYS[way](paths, integers)
+        with pytest.raises(errors.CheckpointError, match="dequantize" if way in ("blend", *OF_ONE) else advice):
+            (WAYS | OF_ONE)[way](paths, integers)
 
 
 def test_rows_of_quantize_are_restored_by_the_rule(tmp_path):
@@ -68,6 +76,24 @@ def test_rows_of_quantize_are_restored_by_the_rule(tmp_path):
     four = save(tmp_path / "b", quantize(values, bits=4, keys="v")).path
     with pytest.raises(errors.CheckpointDTypeError, match="four bits"):
         virtual.with_rules(four, "v.q, v.scale -> v, dequantize()")
+
+
+@pytest.mark.parametrize("scale", [{}, {"parameters": {"scale": 1}}])
+def test_layers_of_float8_are_stacked(tmp_path, scale):
+    codes = np.arange(8, dtype="f4").reshape(2, 4).astype(ml_dtypes.float8_e4m3fn)
+    held = {"layers.0.w": codes, "layers.0.w_scale_inv": np.float32([[0.1]]), "norm": np.ones(2, ml_dtypes.bfloat16)}
+    save_safetensors(tmp_path / "a.safetensors", held)
+    path = str(tmp_path / "a.safetensors")
+    twice = {"merge_method": "passthrough", "slices": [{"sources": [{"model": path, "layer_range": [0, 1]}]}] * 2}
+    made = blended(twice | scale)
+    for i in range(2):
+        assert made[f"layers.{i}.w"].read().tobytes() == codes.tobytes()
+        assert made[f"layers.{i}.w_scale_inv"].read().tolist() == held["layers.0.w_scale_inv"].tolist()
+    for more in ({"dtype": "bfloat16"}, {"out_dtype": "float32"}, {"parameters": {"scale": 2}}):
+        with pytest.raises(errors.CheckpointError, match=r"quantised: .* 'layers\.0\.w'"):
+            blended(twice | more)
+    only = {"parameters": {"scale": [{"filter": "norm", "value": 2}]}}
+    assert blended(twice | only)["norm"].read().tolist() == [2, 2]
 
 
 def test_copies_of_quantised_weights_pass(tmp_path):
@@ -121,18 +147,18 @@ MASKED = {
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *OF_ONE])
 def test_packed_and_masked_floats_are_not_summed(tmp_path, name, way, version):
     encoding, told = MASKED[name]
     paths = xarrays(tmp_path, version, encoding)
     with pytest.raises(errors.CheckpointDTypeError, match=rf"key 't' .*{told}.*xarray\.open_zarr"):
-        WAYS[way](paths, "first")
+        (WAYS | OF_ONE)[way](paths, "first")
     ours = [convert(p, f"{p}-ours", format="zarr").path for p in paths]
     cast = [virtual.cast(p, "float64") for p in ours]
     for held in (ours, cast, [virtual.rows(p, {"t": (0, 2)}) for p in paths]):  # the attributes went along
-        if way != "blend" or held is ours:
+        if way not in ("blend", *OF_ONE) or held is ours:
             with pytest.raises(errors.CheckpointDTypeError, match=told):
-                WAYS[way](held, "equal")
+                (WAYS | OF_ONE)[way](held, "equal")
     assert virtual.rows(paths[0], {"t": (0, 2)})["t"].shape == (2,)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.errors import CorruptCheckpoint
-from meshtape.storage import merge, open_checkpoint, reshard, save, save_safetensors, virtual
+from meshtape.storage import blend, merge, open_checkpoint, reshard, save, save_safetensors, virtual
 
 LAYERS = 4
 PAD = "model.embed_tokens.weight -> model.embed_tokens.weight, pad(axis=0, size=16)"
@@ -85,13 +85,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("inner", [False, True])
-def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, inner: bool) -> None:
+@pytest.mark.parametrize("inner", [None, "text_config", "llm_config", "language_config"])
+def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, inner: str | None) -> None:
     options, changed, notes = CASES[name]
-    src = made(tmp_path / "model", {"text_config": CONFIG} if inner else CONFIG)
+    src = made(tmp_path / "model", {inner: CONFIG} if inner else CONFIG)
     report = merge(src, tmp_path / "out", **options)
     told = open_checkpoint(report.path).documents["config.json"]
-    assert (told["text_config"] if inner else told) == CONFIG | changed
+    assert (told[inner] if inner else told) == CONFIG | changed
     assert len(report.notes) == len(notes)
     assert all(n.startswith(f"config.json: {start}") for n, start in zip(report.notes, notes, strict=True))
     if changed and "drop" not in options:  # a virtual checkpoint has it too, and what is written from its document
@@ -150,10 +150,11 @@ def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Pat
     [
         ({"swa_layers": [0, 2]}, "'swa_layers' speaks of layers"),
         ({"attention": {"global_attn_idx": [0, 3]}}, "'attention' speaks of layers"),
-        ({"layer_scales": {"0": 1.0, "3": 2.0}}, "'layer_scales' speaks of layers"),
         ({"model_type": "gemma2"}, "the class of 'gemma2' chooses"),
         ({"num_kv_shared_layers": 2}, "'num_kv_shared_layers' speaks of layers"),
-        ({"num_hidden_layers": None, "layers_block_type": list("mama")}, "'layers_block_type' is right"),
+        ({"model_type": "vaultgemma"}, "the class of 'vaultgemma' chooses"),
+        ({"model_type": "gemma4_text", "layer_types": ["full_attention"] * 3 + ["x"]}, "'full_attention' in the last"),
+        ({"num_hidden_layers": None, "block_types": list("mama")}, "'block_types' is right"),
     ],
 )
 def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entries: Any, said: str) -> None:
@@ -161,6 +162,35 @@ def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entrie
     source = made(tmp_path / "m", {k: v for k, v in (plain | entries).items() if v is not None})
     (note,) = merge(source, tmp_path / "out", rules=WITHOUT_SECOND).notes
     assert said in note
+
+
+def test_layers_without_any_experts_are_told(tmp_path: Path) -> None:
+    """Numbered or in one array; not of layers that go as a whole, nor those that rules or blends put elsewhere."""
+    stacked = {f"model.layers.{i}.mlp.experts.up": (3, 4, 6) for i in range(LAYERS)}
+    numbered = {f"model.layers.{i}.mlp.experts.{e}.up": (4, 6) for i in range(LAYERS) for e in range(3)}
+    for n, experts in enumerate((stacked, numbered)):
+        src = made(tmp_path / f"m{n}", CONFIG | {"num_experts": 3}, **experts)
+        slices = [{"sources": [{"model": src, "layer_range": r}]} for r in ([0, 2], [1, 4])]
+        config = {"merge_method": "passthrough", "slices": slices}
+        for k, (options, wanted) in enumerate(
+            (
+                ({"drop": "model.layers.[12].mlp.experts.*"}, [1, 2]),
+                ({"drop": "model.layers.3.*"}, []),
+                ({"rules": WITHOUT_SECOND.replace("layers.1.{r*} -> _", "layers.1.{r*} -> _, optional()")}, []),
+                ({"rules": "model.layers.2.mlp.experts.{r*} -> _"}, [2]),
+            )
+        ):
+            told = [f"model.layers.{i}" for i in wanted]
+            found = [note for note in merge(src, tmp_path / f"{n}{k}", **options).notes if "experts" in note]
+            assert found == [f"{_BARE} {', '.join(told)}"] * bool(told)
+        assert not blend(config, tmp_path / f"{n}b").notes
+        (note,) = blend(config, tmp_path / f"{n}d", drop="model.layers.2.mlp.experts.*").notes  # that is in layer 1
+        assert note == f"{_BARE} model.layers.2"
+        (note,) = blend(config, tmp_path / f"{n}c", drop="model.layers.4.mlp.experts.*").notes
+        assert note == f"{_BARE} model.layers.4"
+
+
+_BARE = "config.json: a layer of experts does not load without any, and none are in"
 
 
 def test_lists_of_layers_follow_by_any_ending(tmp_path: Path) -> None:
@@ -182,6 +212,8 @@ def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
         (
             (src, {"dtype": "float16"}, []),
             (src, {"drop": "*.experts.1.*"}, ["num_local_experts is 3, and 'model.layers.0.moe.experts.'"]),
+            (src, {"drop": "*.experts.*"}, ["and none are in model.layers.0"]),
+            (src, {"rules": "{x*}.experts.{i}.w -> {x}.experts.w, concat(axis=0)"}, []),
             (src, {"drop": "lm_head.weight"}, ["does not tie the head to the embedding, and lm_head.weight is"]),
             (rows, {}, ["has 3 tokens beyond the 7 rows here: t7, t8, t9"]),
             (virtual.quantize(src, keys=["*.mlp.weight"]), {}, ["does not say that arrays are quantised"]),
@@ -189,3 +221,38 @@ def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
     ):
         notes = merge(source, tmp_path / str(n), **options).notes
         assert [w in note for w, note in zip(wanted, notes, strict=True)] == [True] * len(wanted), notes
+
+
+def test_entries_by_the_numbers_of_layers_follow(tmp_path: Path) -> None:
+    """Members by number, lists that are longer than the model, layers that no entry counts, and those that share."""
+    said = {
+        "num_hidden_layers": None,
+        "layers_block_type": list("mamb"),
+        "no_rope_layers": [1, 1, 0, 1, 1, 1],
+        "per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 4}},
+        "num_kv_shared_layers": 2,
+    }
+    src = made(tmp_path / "m", {k: v for k, v in said.items() if v is not None})
+    cases = {
+        "last": {"drop": "model.layers.3.*"},
+        "two": {"drop": "model.layers.[23].*"},
+        "second": {"rules": WITHOUT_SECOND},
+    }
+    found = {}
+    for name, options in cases.items():
+        notes = merge(src, tmp_path / name, **options).notes
+        assert ["num_kv_shared_layers" in n for n in notes] == [True] * (name == "second")
+        found[name] = json.loads((tmp_path / name / "config.json").read_text())
+    wide = {"head_dim": 8}
+    assert found["last"] == {
+        "layers_block_type": list("mam"),
+        "no_rope_layers": [1, 1, 0],
+        "per_layer_config": {"1": wide},
+        "num_kv_shared_layers": 1,
+    }
+    assert (found["two"]["per_layer_config"], found["two"]["num_kv_shared_layers"]) == ({"1": wide}, 0)
+    assert (found["second"]["layers_block_type"], found["second"]["no_rope_layers"]) == (list("mmb"), [1, 0, 1])
+    assert found["second"]["per_layer_config"] == {"2": {"head_dim": 4}}
+    src = made(tmp_path / "p", {"num_hidden_layers": LAYERS}, **{"model.embed_tokens_per_layer.weight": (10, 4)})
+    (note,) = merge(src, tmp_path / "q", drop="model.layers.3.*").notes
+    assert "'model.embed_tokens_per_layer.weight' has a part for each" in note

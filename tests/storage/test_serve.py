@@ -1,5 +1,6 @@
 """`serve`: checkpoints of any kind over HTTP, as safetensors and as Zarr v3."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -20,8 +21,8 @@ from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage.browse.server import half_closed
 from meshtape.storage.readers.compressed import CompressedTensor
+from meshtape.storage.serving import sending, virtual_files, zarr_view
 from meshtape.storage.serving import server as serving
-from meshtape.storage.serving import virtual_files, zarr_view
 from meshtape.storage.serving.served import ServedCheckpoint
 
 R = np.random.default_rng(0)
@@ -47,6 +48,13 @@ def ask(url, method="GET", **headers):
     data = answer.read()
     c.close()
     return answer.status, {k.title().replace("Etag", "ETag"): v for k, v in answer.getheaders()}, data
+
+
+def until(condition):
+    end = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def file(where):
@@ -176,6 +184,45 @@ def test_a_client_that_closes_its_side_gets_its_answer(tmp_path, monkeypatch, ve
     assert body == whole[:stop]
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_clients_that_take_nothing_keep_nobody_waiting(tmp_path, monkeypatch, compression):
+    """More of them than there are threads; they get all when they read on, also what was forgotten meanwhile."""
+    monkeypatch.setattr(virtual_files, "_WINDOW", 1 << 20)
+    monkeypatch.setattr(sending, "_TURN", 0.02)
+    monkeypatch.setattr(sending, "_KEPT", 2)
+    mt.save(tmp_path / "c", {"w": R.normal(size=(4000, 1000)).astype("f4")}, compression=compression)
+    with mt.storage.serve(tmp_path / "c") as server, contextlib.ExitStack() as opened:
+        server.sender.senders = ThreadPoolExecutor(2)
+        whole = ask(server.url + "safetensors/model.safetensors")[2]
+        slow = [opened.enter_context(socket.socket()) for _ in range(5)]
+        for s in slow:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.settimeout(200)
+            s.connect(("127.0.0.1", server.port))
+            s.sendall(b"GET /safetensors/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        until(lambda: server.sender._waiting == len(slow))
+        assert ask(server.url + "safetensors/model.safetensors")[2] == whole
+        for s in slow[1:]:
+            got = b"".join(iter(lambda s=s: s.recv(1 << 16), b""))
+            assert got.partition(b"\r\n\r\n")[2] == whole
+        assert server.sender._waiting == len(server.sender._busy) == 1
+
+
+def test_a_client_that_takes_nothing_for_too_long_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(sending, "_TURN", 0.02)
+    monkeypatch.setattr(sending, "PATIENCE", 0.1)
+    mt.storage.save_safetensors(tmp_path / "a.safetensors", {"w": np.zeros((4000, 1000), "f4")})
+    with mt.storage.serve(tmp_path / "a.safetensors") as server, socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        s.settimeout(200)
+        s.connect(("127.0.0.1", server.port))
+        s.sendall(b"GET /safetensors/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: server.sender._waiting == 1)
+        until(lambda: not server.sender._busy)
+        got = b"".join(iter(lambda: s.recv(1 << 16), b""))
+        assert len(got.partition(b"\r\n\r\n")[2]) < 16_000_000
+
+
 def test_only_the_checkpoint_is_reached(tmp_path):
     made = ours(tmp_path)
     (tmp_path / "secret").write_text("x")
@@ -294,20 +341,20 @@ def test_open_checkpoints_are_served_as_they_are(tmp_path):
 
 def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):
     path = file(tmp_path)
-    real = serving.socket.socket.sendfile
+    real = socket.socket.sendfile
 
     def touched(self, file, offset, count):
         os.utime(path, ns=(1, 1))
         return real(self, file, offset, count)
 
-    monkeypatch.setattr(serving.socket.socket, "sendfile", touched)
+    monkeypatch.setattr(socket.socket, "sendfile", touched)
     with mt.storage.serve(path) as server, pytest.raises((http.client.IncompleteRead, ConnectionError)):
         ask(server.url + "safetensors/model.safetensors")
 
 
 def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone(tmp_path, monkeypatch):
     zarr = pytest.importorskip("zarr")
-    values, made, read = R.normal(size=(3000, 1100)).astype("f4"), [], serving.read
+    values, made, read = R.normal(size=(3000, 1100)).astype("f4"), [], sending.read
 
     def seen(file, start, stop):
         if isinstance(file, virtual_files.ChunkFile):
@@ -315,8 +362,8 @@ def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone
         return read(file, start, stop)
 
     monkeypatch.setattr(zarr_view, "_COMPUTED", 1 << 20)
-    monkeypatch.setattr(serving, "read", seen)
-    monkeypatch.setattr(serving, "_AHEAD", 2)
+    monkeypatch.setattr(sending, "read", seen)
+    monkeypatch.setattr(sending, "_AHEAD", 2)
     mt.save(tmp_path / "c", {"w": values}, compression="zstd")
     with mt.storage.serve(tmp_path / "c") as server:
         grid = server.source._held.zarr.grids["w"]

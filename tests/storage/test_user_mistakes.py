@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 import meshtape as mt
 from meshtape import errors, storage
-from meshtape.storage import CheckpointManager
+from meshtape.storage import CheckpointManager, Rule, Rules
+from meshtape.storage.rules import steps, value_steps
 from meshtape.storage.stores import store
 
 W = np.ones((2, 3), "f4")
@@ -283,3 +284,54 @@ def test_numbers_in_the_place_of_rules_and_configurations(tmp_path: Path, wrong:
     with pytest.raises(errors.CheckpointError, match="a YAML file, its text, or a dict"):
         storage.blend(wrong, tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+# ----- rules, and the names and numbers beside them -------------------------------------------------------------------
+
+WRONG: list[Any] = [5, 1.5, True, b"x", object(), [5], [None], [["w"]], (b"w",), ["w", 3], np.ones(2), np.float32]
+BY_RULES: dict[str, Any] = {
+    "rules": lambda c, x: Rules(x),
+    "follow": lambda c, x: Rules("w -> x", follow=x),
+    "sources": lambda c, x: Rule(x, "y"),
+    "targets": lambda c, x: Rule("y", x),
+    "steps": lambda c, x: Rule("w", "x", x),
+    "optional": lambda c, x: Rule("w", "x", optional=x if x is not True else 1),
+    "on": lambda c, x: Rules("w -> x").on(x),
+    "on_arrays": lambda c, x: Rules("w -> x").on_arrays(x),
+    "inverse": lambda c, x: Rules("w -> x").inverse(x),
+    "prefix": lambda c, x: storage.load(c, prefix=x),
+    "memory_limit": lambda c, x: storage.merge(c, f"{c}-out", memory_limit=_unless_number(x)),
+    "threads": lambda c, x: storage.convert(c, f"{c}-out", format="zarr", threads=_unless_number(x)),
+    "max_shard_bytes": lambda c, x: storage.merge(c, f"{c}-out", max_shard_bytes=_unless_number(x)),
+    "keys of a blend": lambda c, x: _copied(c, keys=x),
+    "drop of a blend": lambda c, x: _copied(c, drop=x),
+    "rows": lambda c, x: storage.virtual.rows(c, x),
+    "a range of rows": lambda c, x: storage.virtual.rows(c, {"w": x}),
+    "an end of rows": lambda c, x: storage.virtual.rows(c, {"w": (0, x if type(x) is not int else "1")}),
+    "size of pad": lambda c, x: _stepped(value_steps.Pad, axis=0, size=x if type(x) is not int else None),
+    "sizes of split": lambda c, x: _stepped(steps.Split, sizes=x),
+    "axis of concat": lambda c, x: _stepped(steps.Concat, axis=x),
+    "weights": lambda c, x: storage.virtual.weighted_sum([c] * 3, x),
+    "integers": lambda c, x: storage.virtual.mean([c], integers=x),
+    "steps of a run": lambda c, x: storage.virtual.ema(c, decay=0.5, steps=x),
+}
+
+
+def _unless_number(x: Any) -> Any:
+    return "1" if isinstance(x, int | float) else x
+
+
+def _copied(where: str, **options: Any) -> Any:
+    return storage.blended({"merge_method": "passthrough", "models": [{"model": where}]}, **options)
+
+
+def _stepped(step: Any, **fields: Any) -> Any:
+    return Rules(Rule("w", "x", step(**fields))).on_arrays({"w": W})
+
+
+@pytest.mark.parametrize("name", BY_RULES)
+def test_arguments_of_a_wrong_type_beside_rules(tmp_path: Path, name: str) -> None:
+    where = mt.save(tmp_path / "c", {"w": W}).path
+    for wrong in WRONG:
+        with pytest.raises(errors.CheckpointError):
+            BY_RULES[name](where, wrong)

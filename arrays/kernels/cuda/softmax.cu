@@ -220,9 +220,9 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const Label label = label_of(labels, row, length, has_ignored, ignored);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         cut.store(dx + row * length, [&](auto p) {
-            return [=, v = r(p), column = p.column](int k) {
+            return [=, v = r(p), here = decltype(p.column)(label.at) - p.column](int k) {
                 const A p = exp(wide(v.at[k]) - shift) * factor;
-                return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
+                return label.valid ? slope_of(p, k == here, scale, length, A(smoothing)) : A(0);
             };
         });
     }

@@ -1,6 +1,6 @@
 /* The path of a small call: `invoke` of dispatch.py, `Recording.record` of record.py (`note`), and the loop of `walk` in backward.py
-(`pull`). Each does what that Python function does in the plain case, arrays of NumPy and one result, and hands all else to it. Where
-this module was not built the Python functions do it all.
+(`pull`). Each does what that Python function does in the plain case, arrays of NumPy, and hands all else to it. Where this module was
+not built the Python functions do it all.
 
 Slots of Python's classes are read at their offsets, as the interpreter does; `bind_calls` and `bind_tape` look these up. */
 
@@ -21,9 +21,9 @@ Slots of Python's classes are read at their offsets, as the interpreter does; `b
 static struct {
     PyTypeObject *array, *op, *tape, *plan;
     PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *getframe; /* of dispatch.py, array.py and sys */
-    PyObject *constant, *same, *give;                                                        /* of the tape */
+    PyObject *constant, *aval, *same, *give;                                                 /* of the tape */
     Py_ssize_t buf, id, numpy, nout, plans, nondifferentiable, records, live;
-    Py_ssize_t single, saves, pick, keeps_result, rest, simple, pulls, places;
+    Py_ssize_t saves, pick, keeps_result, rest, plain, partial, together, wanted, pulls, places;
 } on;
 
 static PyObject *zero, *one, *s_dict, *s_recorders, *s_origin, *s_site, *s_record, *s_others, *s_name, *s_ours;
@@ -89,7 +89,7 @@ static PyObject *site_of(PyObject *context) {
 }
 
 /* What a plan keeps of a call: `plan.pick` of the buffers, and `plan.others`. */
-static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObject *out, PyObject *params) {
+static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObject *const *outs, Py_ssize_t nout, PyObject *params) {
     PyObject *kept = NULL, *rest = SLOT(plan, on.rest);
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(bufs), saves = PyTuple_GET_SIZE(SLOT(plan, on.saves));
     const int with_result = SLOT(plan, on.keeps_result) == Py_True;
@@ -97,10 +97,10 @@ static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObjec
     else if (saves == n && !with_result && PyTuple_CheckExact(bufs)) kept = Py_NewRef(bufs);
     else if (!with_result) kept = PyObject_CallOneArg(SLOT(plan, on.pick), bufs);
     else {
-        PyObject *all = PyTuple_New(n + 1);
+        PyObject *all = PyTuple_New(n + nout);
         if (!all) return NULL;
         for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(all, i, Py_NewRef(PySequence_Fast_GET_ITEM(bufs, i)));
-        PyTuple_SET_ITEM(all, n, Py_NewRef(out));
+        for (Py_ssize_t i = 0; i < nout; i++) PyTuple_SET_ITEM(all, n + i, Py_NewRef(SLOT(outs[i], on.buf)));
         kept = PyObject_CallOneArg(SLOT(plan, on.pick), all);
         Py_DECREF(all);
     }
@@ -112,17 +112,40 @@ static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObjec
     return both;
 }
 
+/* Whether a dtype has no derivative, or one in a dtype of its own: neither is short, nor complex, nor of another byte order. */
+static int is_plain_dtype(PyArray_Descr *dtype) {
+    return dtype->type_num == NPY_DOUBLE || dtype->type_num == NPY_FLOAT ? PyArray_ISNBO(dtype->byteorder) : PyTypeNum_ISINTEGER(dtype->type_num);
+}
+
+/* Shape and dtype of a result, which has a name from now on, and is followed by a tape where it has a derivative. */
+static PyObject *followed(PyObject *live, PyObject *result, int single) {
+    PyArrayObject *buf = (PyArrayObject *)SLOT(result, on.buf);
+    PyObject *dtype = (PyObject *)PyArray_DESCR(buf);
+    if (SLOT(result, on.id) == zero) {
+        PyObject *name = PyIter_Next(on.ids);
+        if (!name) return NULL;
+        Py_SETREF(SLOT(result, on.id), name);
+    }
+    PyObject *shape = PyArray_IntTupleFromIntp(PyArray_NDIM(buf), PyArray_DIMS(buf));
+    PyObject *of = !shape ? NULL : single ? PyTuple_Pack(2, shape, dtype) : PyObject_CallFunction(on.aval, "((OO))", shape, dtype);
+    Py_XDECREF(shape);
+    if (of && PyArray_ISFLOAT(buf) && PyDict_SetItem(live, SLOT(result, on.id), of) < 0) Py_CLEAR(of);
+    return of;
+}
+
 /* `Recording.record`: 1 where the call was noted or needs no note, 0 where that method has to do it, -1 with an exception. */
-static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, PyObject *result, PyObject *params, PyObject *context) {
+static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, PyObject *const *outs, Py_ssize_t nout, PyObject *params,
+                PyObject *context) {
     const int constant = PyObject_IsTrue(SLOT(op, on.nondifferentiable));
     if (constant) return constant;
-    PyObject *live = SLOT(tape, on.live), *buf = SLOT(result, on.buf);
-    PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)buf);
+    PyObject *live = SLOT(tape, on.live);
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(args);
-    if (n > MOST_VALUES || (dtype->type_num != NPY_DOUBLE && dtype->type_num != NPY_FLOAT) || !PyArray_ISNBO(dtype->byteorder)) return 0;
+    if (n > MOST_VALUES) return 0;
+    for (Py_ssize_t i = 0; i < nout; i++)
+        if (!is_plain_dtype(PyArray_DESCR((PyArrayObject *)SLOT(outs[i], on.buf)))) return 0;
     int done = -1;
     long mask = 1;
-    PyObject *key = NULL, *plan = NULL, *name = NULL, *shape = NULL, *of = NULL, *kept = NULL, *site = NULL, *fields = NULL;
+    PyObject *key = NULL, *plan = NULL, *outputs = NULL, *avals = NULL, *kept = NULL, *site = NULL, *fields = NULL;
     PyObject *origin = of_thread(context, s_origin), *names = PyList_New(n);
     if (!names || !origin) goto end;
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -151,20 +174,17 @@ static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, Py
         done = 1;
         goto end;
     }
-    if (!Py_IS_TYPE(plan, on.plan) || SLOT(plan, on.single) != Py_True) goto other;
-    name = Py_NewRef(SLOT(result, on.id));
-    if (name == zero) {
-        Py_SETREF(name, PyIter_Next(on.ids));
-        if (!name) goto end;
-        Py_SETREF(SLOT(result, on.id), Py_NewRef(name));
+    if (!Py_IS_TYPE(plan, on.plan)) goto other;
+    if (!(outputs = PyTuple_New(nout)) || !(avals = nout == 1 ? Py_NewRef(Py_None) : PyTuple_New(nout))) goto end;
+    for (Py_ssize_t i = 0; i < nout; i++) {
+        PyObject *of = followed(live, outs[i], nout == 1);
+        if (!of) goto end;
+        PyTuple_SET_ITEM(outputs, i, Py_NewRef(SLOT(outs[i], on.id)));
+        if (nout == 1) Py_DECREF(of);
+        else PyTuple_SET_ITEM(avals, i, of);
     }
-    shape = PyArray_IntTupleFromIntp(PyArray_NDIM((PyArrayObject *)buf), PyArray_DIMS((PyArrayObject *)buf));
-    of = shape ? PyTuple_Pack(2, shape, dtype) : NULL;
-    if (!of || PyDict_SetItem(live, name, of) < 0) goto end;
-    if (!(kept = kept_of(plan, args, bufs, buf, params)) || !(site = site_of(context))) goto end;
-    Py_SETREF(name, PyTuple_Pack(1, name));
-    if (!name) goto end;
-    fields = PyTuple_Pack(8, plan, names, name, kept, params, Py_None, origin, site);
+    if (!(kept = kept_of(plan, args, bufs, outs, nout, params)) || !(site = site_of(context))) goto end;
+    fields = PyTuple_Pack(8, plan, names, outputs, kept, params, avals, origin, site);
     done = fields && PyList_Append(SLOT(tape, on.records), fields) == 0 ? 1 : -1;
     goto end;
 other:
@@ -172,9 +192,8 @@ other:
 end:
     Py_XDECREF(key);
     Py_XDECREF(plan);
-    Py_XDECREF(name);
-    Py_XDECREF(shape);
-    Py_XDECREF(of);
+    Py_XDECREF(outputs);
+    Py_XDECREF(avals);
     Py_XDECREF(kept);
     Py_XDECREF(site);
     Py_XDECREF(fields);
@@ -188,16 +207,19 @@ end:
 static int shown(PyObject *op, PyObject *args, PyObject *bufs, PyObject *result, PyObject *params) {
     PyObject *context = PyObject_GetAttr(on.state, s_dict);
     if (!context) return -1;
-    int done = 0;
+    const int single = Py_IS_TYPE(result, on.array);
+    PyObject *const *all = single ? &result : PySequence_Fast_ITEMS(result);
+    const Py_ssize_t nout = single ? 1 : PyTuple_GET_SIZE(result);
+    int done = 0, plain = 1;
+    for (Py_ssize_t i = 0; i < nout; i++) plain = plain && Py_IS_TYPE(all[i], on.array) && IS_ARRAY(SLOT(all[i], on.buf));
     PyObject *recorders = PyDict_GetItemWithError(context, s_recorders), *outs = NULL;
     if (!recorders) done = PyErr_Occurred() ? -1 : 0;
     Py_XINCREF(recorders);
     for (Py_ssize_t i = 0; done >= 0 && recorders && i < PyTuple_GET_SIZE(recorders); i++) {
         PyObject *r = PyTuple_GET_ITEM(recorders, i);
-        const int plain = Py_IS_TYPE(r, on.tape) && Py_IS_TYPE(result, on.array) && IS_ARRAY(SLOT(result, on.buf));
-        done = plain ? note(r, op, args, bufs, result, params, context) : 0;
+        done = plain && Py_IS_TYPE(r, on.tape) ? note(r, op, args, bufs, all, nout, params, context) : 0;
         if (done) continue;
-        if (!outs) outs = Py_IS_TYPE(result, on.array) ? PyTuple_Pack(1, result) : Py_NewRef(result);
+        if (!outs) outs = single ? PyTuple_Pack(1, result) : Py_NewRef(result);
         PyObject *none = outs ? PyObject_CallMethodObjArgs(r, s_record, op, args, bufs, outs, params, NULL) : NULL;
         if (!none) done = -1;
         Py_XDECREF(none);
@@ -222,6 +244,12 @@ static void explain(PyObject *op, PyObject *args, PyObject *params) {
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
+}
+
+static int are_arrays(PyObject *values) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++)
+        if (!IS_ARRAY(PyTuple_GET_ITEM(values, i))) return 0;
+    return 1;
 }
 
 PyDoc_STRVAR(invoke_doc, "invoke(op, args, bufs, params) -> Array | tuple\n\nThe function of this name of `dispatch`.");
@@ -250,7 +278,15 @@ static PyObject *invoke(PyObject *Py_UNUSED(module), PyObject *const *given, Py_
     }
     PyObject *result;
     if (IS_ARRAY(out) && SLOT(op, on.nout) == one) result = wrap(out);
-    else {
+    else if (PyTuple_CheckExact(out) && SLOT(op, on.nout) != one && are_arrays(out)) {
+        result = PyTuple_New(PyTuple_GET_SIZE(out));
+        for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(out); i++) {
+            PyObject *x = wrap(Py_NewRef(PyTuple_GET_ITEM(out, i)));
+            if (!x) Py_CLEAR(result);
+            else PyTuple_SET_ITEM(result, i, x);
+        }
+        Py_DECREF(out);
+    } else {
         result = PyObject_CallFunctionObjArgs(on.results, op, out, NULL);
         Py_DECREF(out);
     }
@@ -292,7 +328,8 @@ static int give(PyObject *g, PyObject *v, PyObject *live, PyObject *cots, PyObje
     return none ? 0 : -1;
 }
 
-/* The cotangent of one operand by its rule, whose arguments are at these places of what is kept, or found by a function. */
+/* The value of a rule at the cotangent of the result (or a tuple of those of several): its arguments are at these places of what is
+kept, or found by a function. */
 static PyObject *pulled(PyObject *rule, PyObject *find, PyObject *places, PyObject *xp, PyObject *g, PyObject *kept) {
     if (rule == on.same) return Py_NewRef(g);
     PyObject *stack[MOST_VALUES + 2] = {xp, g};
@@ -311,6 +348,65 @@ static PyObject *pulled(PyObject *rule, PyObject *find, PyObject *places, PyObje
     return found;
 }
 
+/* The cotangent of a result that nothing depends on. */
+static PyObject *nothing(PyObject *plan, PyObject *aval) {
+    if (SLOT(plan, on.partial) == Py_True) return Py_NewRef(Py_None);
+    PyArray_Dims shape = {NULL, 0};
+    if (!PyArray_IntpConverter(PyTuple_GET_ITEM(aval, 0), &shape)) return NULL;
+    PyObject *zeros = PyArray_Zeros(shape.len, shape.ptr, (PyArray_Descr *)Py_NewRef(PyTuple_GET_ITEM(aval, 1)), 0);
+    PyDimMem_FREE(shape.ptr);
+    return zeros;
+}
+
+/* Takes the cotangents of a record's results out of `cots`: that of one, or a tuple; None where nothing depends on any. */
+static PyObject *taken(PyObject *fields, PyObject *cots, PyObject *keep, PyObject *owned) {
+    PyObject *outputs = PyTuple_GET_ITEM(fields, 2), *g;
+    const Py_ssize_t n = PyTuple_GET_SIZE(outputs);
+    PyObject *gs = PyTuple_New(n);
+    int done = gs ? 0 : -1, some = 0;
+    for (Py_ssize_t i = 0; done >= 0 && i < n; i++) {
+        PyObject *v = PyTuple_GET_ITEM(outputs, i);
+        if (!(g = PyDict_GetItemWithError(cots, v))) continue; /* `pull` has looked for it, and there was no error */
+        some = 1;
+        PyTuple_SET_ITEM(gs, i, Py_NewRef(g));
+        const int stays = PySet_Contains(keep, v);
+        done = stays < 0 || (!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0 ? -1 : 0;
+    }
+    for (Py_ssize_t i = 0; done >= 0 && some && i < n; i++) {
+        if (PyTuple_GET_ITEM(gs, i)) continue;
+        if (!(g = nothing(PyTuple_GET_ITEM(fields, 0), PyTuple_GET_ITEM(PyTuple_GET_ITEM(fields, 5), i)))) done = -1;
+        else PyTuple_SET_ITEM(gs, i, g);
+    }
+    g = done < 0 ? NULL : Py_NewRef(!some ? Py_None : n == 1 ? PyTuple_GET_ITEM(gs, 0) : gs);
+    Py_XDECREF(gs);
+    return g;
+}
+
+/* Gives the cotangents of a record's operands: by the rule of all of them, or by those of each. */
+static int passed_on(PyObject *fields, PyObject *g, PyObject *live, PyObject *cots, PyObject *owned, PyObject *xp) {
+    PyObject *plan = PyTuple_GET_ITEM(fields, 0), *inputs = PyTuple_GET_ITEM(fields, 1), *kept = PyTuple_GET_ITEM(fields, 3);
+    PyObject *together = SLOT(plan, on.together), *pulls = SLOT(plan, on.pulls), *places = SLOT(plan, on.places), *found = NULL;
+    const int joint = together != Py_None;
+    if (joint && !(found = pulled(PyTuple_GET_ITEM(together, 0), PyTuple_GET_ITEM(together, 1), Py_None, xp, g, kept))) return -1;
+    const Py_ssize_t n = PyTuple_GET_SIZE(joint ? SLOT(plan, on.wanted) : pulls);
+    int done = 0;
+    for (Py_ssize_t i = 0; done >= 0 && i < n; i++) {
+        PyObject *gx, *at = joint ? PyTuple_GET_ITEM(SLOT(plan, on.wanted), i) : PyTuple_GET_ITEM(PyTuple_GET_ITEM(pulls, i), 0);
+        if (!joint) {
+            PyObject *one_of = PyTuple_GET_ITEM(pulls, i);
+            gx = pulled(PyTuple_GET_ITEM(one_of, 1), PyTuple_GET_ITEM(one_of, 2), PyTuple_GET_ITEM(places, i), xp, g, kept);
+        } else if (PyDict_CheckExact(found)) {
+            gx = PyDict_GetItemWithError(found, at);
+            gx = gx || PyErr_Occurred() ? Py_XNewRef(gx) : Py_NewRef(Py_None);
+        } else gx = PyObject_GetItem(found, at);
+        if (!gx) done = -1;
+        else if (gx != Py_None) done = give(gx, PySequence_Fast_GET_ITEM(inputs, PyLong_AsSsize_t(at)), live, cots, owned, xp);
+        Py_XDECREF(gx);
+    }
+    Py_XDECREF(found);
+    return done;
+}
+
 PyDoc_STRVAR(pull_doc, "pull(records, cots, keep, owned, live, xp)\n\nThe loop of `walk`, up to a record that is not plain.");
 
 static PyObject *pull(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
@@ -321,27 +417,18 @@ static PyObject *pull(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ss
     PyObject *records = given[0], *cots = given[1], *keep = given[2], *owned = given[3], *live = given[4], *xp = given[5];
     int done = 0;
     for (Py_ssize_t n; done >= 0 && (n = PyList_GET_SIZE(records)) > 0;) {
-        PyObject *fields = PyList_GET_ITEM(records, n - 1), *plan = PyTuple_GET_ITEM(fields, 0);
-        if (!Py_IS_TYPE(plan, on.plan) || SLOT(plan, on.simple) != Py_True) break;
-        PyObject *v = PyTuple_GET_ITEM(PyTuple_GET_ITEM(fields, 2), 0), *g = PyDict_GetItemWithError(cots, v);
-        if (g && !IS_ARRAY(g) && !PyArray_IsScalar(g, Generic)) break;
-        if (!g && PyErr_Occurred()) return NULL;
-        Py_INCREF(fields);
-        Py_XINCREF(g);
-        if (g) {
-            const int stays = PySet_Contains(keep, v);
-            done = stays < 0 || (!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0 ? -1 : 0;
-            PyObject *pulls = SLOT(plan, on.pulls), *places = SLOT(plan, on.places), *inputs = PyTuple_GET_ITEM(fields, 1), *kept = PyTuple_GET_ITEM(fields, 3);
-            for (Py_ssize_t i = 0; done >= 0 && i < PyTuple_GET_SIZE(pulls); i++) {
-                PyObject *one_of = PyTuple_GET_ITEM(pulls, i);
-                PyObject *gx = pulled(PyTuple_GET_ITEM(one_of, 1), PyTuple_GET_ITEM(one_of, 2), PyTuple_GET_ITEM(places, i), xp, g, kept);
-                PyObject *to = PySequence_Fast_GET_ITEM(inputs, PyLong_AsSsize_t(PyTuple_GET_ITEM(one_of, 0)));
-                if (!gx) done = -1;
-                else if (gx != Py_None) done = give(gx, to, live, cots, owned, xp);
-                Py_XDECREF(gx);
-            }
-            Py_DECREF(g);
+        PyObject *fields = PyList_GET_ITEM(records, n - 1), *plan = PyTuple_GET_ITEM(fields, 0), *outputs = PyTuple_GET_ITEM(fields, 2);
+        int plain = Py_IS_TYPE(plan, on.plan) && SLOT(plan, on.plain) == Py_True;
+        for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(outputs); i++) {
+            PyObject *g = PyDict_GetItemWithError(cots, PyTuple_GET_ITEM(outputs, i));
+            if (!g && PyErr_Occurred()) return NULL;
+            plain = !g || IS_ARRAY(g) || PyArray_IsScalar(g, Generic);
         }
+        if (!plain) break;
+        Py_INCREF(fields);
+        PyObject *g = taken(fields, cots, keep, owned);
+        done = !g ? -1 : g == Py_None ? 0 : passed_on(fields, g, live, cots, owned, xp);
+        Py_XDECREF(g);
         /* (A record whose rule raised stays: `walk` names it.) */
         if (done >= 0) done = PyList_SetSlice(records, n - 1, n, NULL);
         Py_DECREF(fields);
@@ -373,11 +460,12 @@ PyDoc_STRVAR(bind_tape_doc, "The classes and functions of the tape.");
 
 static PyObject *bind_tape(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *tape, *plan;
-    if (!PyArg_ParseTuple(args, "OOOOO", &tape, &plan, &on.constant, &on.same, &on.give)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOOOO", &tape, &plan, &on.constant, &on.aval, &on.same, &on.give)) return NULL;
     if ((on.records = offset_of(tape, "_records")) < 0 || (on.live = offset_of(tape, "live")) < 0 ||
-        (on.single = offset_of(plan, "single")) < 0 || (on.saves = offset_of(plan, "saves")) < 0 ||
-        (on.pick = offset_of(plan, "pick")) < 0 || (on.keeps_result = offset_of(plan, "keeps_result")) < 0 ||
-        (on.rest = offset_of(plan, "rest")) < 0 || (on.simple = offset_of(plan, "simple")) < 0 ||
+        (on.saves = offset_of(plan, "saves")) < 0 || (on.pick = offset_of(plan, "pick")) < 0 ||
+        (on.keeps_result = offset_of(plan, "keeps_result")) < 0 || (on.rest = offset_of(plan, "rest")) < 0 ||
+        (on.plain = offset_of(plan, "plain")) < 0 || (on.partial = offset_of(plan, "partial")) < 0 ||
+        (on.together = offset_of(plan, "together")) < 0 || (on.wanted = offset_of(plan, "wanted")) < 0 ||
         (on.pulls = offset_of(plan, "pulls")) < 0 || (on.places = offset_of(plan, "places")) < 0)
         return NULL;
     Py_INCREF(args); /* for ever */
