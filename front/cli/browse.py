@@ -98,9 +98,9 @@ def serve(path: str, host: str, port: int, token: str | None, as_json: bool) -> 
 
     server = CheckpointServer(path, host=host, port=port, token=token)
     if as_json:
-        print_json(
-            {"safetensors": f"{server.url}safetensors/", "zarr": f"{server.url}zarr/", "path": server.source.path}
-        )
+        places = {"safetensors": f"{server.url}safetensors/", "zarr": f"{server.url}zarr/"}
+        print_json(places | {"path": server.source.path, "skipped": server.source.skipped})
     else:
-        write_text(f"{server.url}safetensors/\n{server.url}zarr/\nServing {server.source.path}. Ctrl-C ends it.")
+        lost = f"{server.source.lost}\n" if server.source.lost else ""
+        write_text(f"{server.url}safetensors/\n{server.url}zarr/\n{lost}Serving {server.source.path}. Ctrl-C ends it.")
     _until_interrupted(server)

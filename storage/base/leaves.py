@@ -17,7 +17,17 @@ def taken(leaf: Any, where: str) -> Any:
         raise CheckpointDTypeError(
             f"{where}: a masked array has no form here; save leaf.filled(…), and its mask as another array"
         )
-    if isinstance(leaf, (np.ndarray, np.generic, Array)) or not hasattr(leaf, "__dlpack__"):
+    if isinstance(leaf, (np.ndarray, np.generic, Array)):
+        return leaf
+    kind = type(leaf)  # its values may have to be computed
+    made_by = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if made_by & {"xarray", "pandas"} and hasattr(kind, "values") and (hasattr(kind, "dims") or hasattr(kind, "index")):
+        raise CheckpointDTypeError(
+            f"{where}: a {kind.__name__} has labels (names of dimensions, coordinates, an index), which have no form "
+            "here; save its numbers, leaf.values (leaf.data of an array on a mesh), or write labelled data with "
+            "xarray's to_zarr, which load opens"
+        )
+    if not hasattr(leaf, "__dlpack__"):
         return leaf
     if hasattr(getattr(leaf, "sharding", None), "box"):  # of a mesh of ours
         return leaf
@@ -28,7 +38,8 @@ def taken(leaf: Any, where: str) -> Any:
     except Exception as e:  # whatever the exporter raises
         if hasattr(leaf, "__array__") and not hasattr(leaf, "detach"):  # JAX exports booleans and split arrays so alone
             return np.asarray(leaf)
+        lazy = any(getattr(leaf, f"is_{way}", bool)() for way in ("conj", "neg"))  # of PyTorch
         raise CheckpointDTypeError(
             f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} of {getattr(leaf, 'dtype', 'no dtype')} "
-            f"cannot be taken through DLPack: {e}"
+            f"cannot be taken through DLPack: {e}{'; give leaf.resolve_conj().resolve_neg()' if lazy else ''}"
         ) from e

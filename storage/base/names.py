@@ -23,9 +23,9 @@ from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCh
 from .locations import is_url, join
 
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-# Zarr's own files, chunk keys, ours, and the device names that Windows cannot use as files.
+# Zarr's own files, ours, and the device names that Windows cannot use as files.
 _RESERVED = frozenset(
-    ["zarr.json", ".zgroup", ".zattrs", ".zarray", ".zmetadata", "c", "meshtape.json", "con", "prn", "aux", "nul"]
+    ["zarr.json", ".zgroup", ".zattrs", ".zarray", ".zmetadata", "meshtape.json", "con", "prn", "aux", "nul"]
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
@@ -34,6 +34,7 @@ _PLAIN = re.compile(  # most names, which stay as they are
     rf"(?!__|(?i:{'|'.join(map(re.escape, sorted(_RESERVED)))})(?:\.|\Z))[\w-][\w.-]{{0,98}}[\w-]", re.ASCII
 )
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
+_NODE = re.compile(r"(?!__|zarr\.json\Z)[\w-](?:[\w .-]{0,98}[\w-])?")  # what Zarr allows and a URL keeps apart
 # Nearly all names; not . or .. or a long one.
 _SIMPLE = re.compile(r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII)
 
@@ -75,18 +76,18 @@ def zarr_names(names: Sequence[str]) -> list[str]:
 
 def zarr_paths(names: Sequence[str]) -> list[str]:
     """The nodes of leaf names in a hierarchy where slashes lead into groups. A name that would lie below that of
-    another array is one node, as of `zarr_names`.
+    another array is one node. No file system is asked, so that names stay which it would refuse or confuse.
 
-    >>> zarr_paths(["a", "a/b", "g/x.y", "g/../w"])
-    ['a', 'a%2Fb', 'g/x.y', 'g/%2E%2E/w']
+    >>> zarr_paths(["a", "a/b", "g/x.y", "g/../w", "A", "con"])
+    ['a', 'a%2Fb', 'g/x.y', 'g/%2E%2E/w', 'A', 'con']
     """
     arrays = set(names)
 
     def nested(name: str) -> bool:
         return "/" in name and not any(name[:i] in arrays for i, c in enumerate(name) if c == "/")
 
-    flat = zarr_names(names)
-    return ["/".join(map(_escape, n.split("/"))) if nested(n) else f for n, f in zip(names, flat, strict=True)]
+    parts = [n.split("/") if nested(n) else [n] for n in names]
+    return ["/".join(p if _NODE.fullmatch(p) else _escape(p) for p in each) for each in parts]
 
 
 def leaf_name(path: Sequence[str | int]) -> str:

@@ -74,14 +74,12 @@ class StoredArray:
     @property
     def attributes(self) -> dict[str, Any]:
         """What another writer has said of the array, such as its units; empty for arrays of `save`."""
-        held = getattr(self.tensor, "attributes", None)
-        return dict(self._said().get("attributes", {}) if held is None else held)
+        return dict(getattr(self.tensor, "attributes", None) or self._said().get("attributes", {}))
 
     @property
     def dimension_names(self) -> list[str | None] | None:
         """Names of dimensions that another writer has given."""
-        held = getattr(self.tensor, "dims", None)
-        return self._said().get("dimension_names") if held is None else held
+        return getattr(self.tensor, "dims", None) or self._said().get("dimension_names")
 
     def _said(self) -> dict[str, Any]:
         return json.loads(getattr(self.tensor, "said", "") or "{}")

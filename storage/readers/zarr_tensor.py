@@ -28,7 +28,7 @@ from ..base import names, strict_json
 from ..base.locations import SCHEMES
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
-from ..format.zarr_format import GROUP_ATTRIBUTE, described
+from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import store as stores
 from ..stores.generations import ABSENT, NONE, Generation, Listed
 from ..stores.object_store import client
@@ -89,8 +89,7 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     key = node or root_key(root)
     of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
     held, dims = _given(array)
-    text = described(held, dims, len(shape))
-    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=held, dims=dims, said=text)
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=held, dims=dims)
 
 
 def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
@@ -227,7 +226,6 @@ class ZarrTensor(GridTensor):
     absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
     attributes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # that its writer has given
     dims: list[Any] | None = field(default=None, compare=False, repr=False)  # names of dimensions, likewise
-    said: str = field(default="", repr=False)  # both, as `array_metadata` takes them
 
     @property
     def file_chunk(self) -> tuple[int, ...]:

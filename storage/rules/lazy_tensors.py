@@ -24,6 +24,7 @@ from ..format.chunk_grid import runs, windows
 from ..readers.reading import Job
 from ..readers.tensor import StoredTensor, read_into, rows_of
 from .casting import cast
+from .labels import Labels, Reader, given
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
@@ -76,6 +77,20 @@ class DerivedTensor:
         for s in self.sources():
             if hasattr(s, "check"):
                 s.check()
+
+    def labels(self, of: Reader) -> Labels:
+        """What other writers said of the sources that is true of it, too."""
+        return Labels()
+
+    @property
+    def said(self) -> str:
+        """The same as of a stored tensor; `CheckpointDTypeError` where a cast loses a fill value."""
+        return self.labels(given).text(self.name, len(self.shape))  # type: ignore[attr-defined]
+
+
+def labels_of(tensor: Any, of: Reader = given) -> Labels:
+    """The labels of a tensor; ``of`` gives those of stored ones."""
+    return tensor.labels(of) if isinstance(tensor, DerivedTensor) else of(tensor)
 
 
 class OfParts(DerivedTensor):
@@ -206,6 +221,9 @@ class Sliced(DerivedTensor):
         if box.size:
             yield from self.source.jobs(self.needs(box), out)
 
+    def labels(self, of: Reader) -> Labels:
+        return labels_of(self.source, of).sliced(self.start, self.source.shape, self.shape)
+
 
 def casts(tensor: Any) -> bool:
     """Whether reading a tensor may lose values (see ``casting``)."""
@@ -277,6 +295,12 @@ class Joined(DerivedTensor):
         for i, there, here in self._boxes(box):
             yield from self.parts[i].jobs(there, out[here.slices])
 
+    def labels(self, of: Reader) -> Labels:
+        silent = DerivedTensor.labels  # of new rows
+        said = [labels_of(p, of) for p in self.sources() if getattr(type(p), "labels", None) is not silent]
+        held = Labels.agreed(self.name, said)
+        return replace(held, dims=tuple(None if i == self.axis else d for i, d in enumerate(held.dims)))
+
 
 @dataclass(frozen=True, slots=True)
 class Permuted(DerivedTensor):
@@ -300,6 +324,10 @@ class Permuted(DerivedTensor):
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         yield from self.source.jobs(self.needs(box), out.transpose(self._inverse()))
 
+    def labels(self, of: Reader) -> Labels:
+        held = labels_of(self.source, of)
+        return replace(held, dims=tuple(held.dims[a] for a in self.axes) if held.dims else ())
+
 
 @dataclass(frozen=True, slots=True)
 class Converted(DerivedTensor):
@@ -320,6 +348,9 @@ class Converted(DerivedTensor):
         held, nbytes = read_into(self.source, box)
         out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
         return nbytes
+
+    def labels(self, of: Reader) -> Labels:
+        return labels_of(self.source, of).cast(self.name, self.source.dtype, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +380,9 @@ class Agreed(OfParts):
             f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {ours} and "
             f"{other.name!r} holds {theirs}; drop them, or leave one with a rule of its own"
         )
+
+    def labels(self, of: Reader) -> Labels:
+        return Labels.agreed(self.name, [labels_of(p, of) for p in self.parts])
 
 
 def groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -453,3 +487,6 @@ class Reshaped(DerivedTensor):
         held, nbytes = read_into(self, box)
         out[...] = held
         return nbytes
+
+    def labels(self, of: Reader) -> Labels:
+        return replace(labels_of(self.source, of), dims=())

@@ -159,9 +159,14 @@ class BoundRules:
     """Rules bound to the keys of one checkpoint."""
 
     def __init__(
-        self, rules: Sequence[Rule], follow: Sequence[str], tensors: Mapping[str, Any], scalars: Mapping[str, Any]
+        self,
+        rules: Sequence[Rule],
+        follow: Sequence[str],
+        tensors: Mapping[str, Any],
+        scalars: Mapping[str, Any],
+        unread: Iterable[str] = (),
     ) -> None:
-        self.tensors, self.scalars = tensors, scalars
+        self.tensors, self.scalars, self.unread = tensors, scalars, unread
         self.keys = [*tensors, *scalars]
         self.temporary: dict[str, Any] = {}
         self.read_temporary: set[str] = set()
@@ -262,6 +267,9 @@ class BoundRules:
         """The captures that the targets use; and for each application their values, and the source keys in order."""
         patterns = [pattern_of(s) for s in rule.sources]
         found = [self._found(p) for p in patterns]
+        if not rule.targets:  # what cannot be read can be dropped
+            lost = [[(k, ()) for k in self.unread if p.matches(k)] for p in patterns]
+            found = [[*hits, *more] for hits, more in zip(found, lost, strict=True)]
         if (how := next((s for s in rule.steps if isinstance(s, Dequantize)), None)) is not None:
             for k, _ in chain.from_iterable(found):
                 if why := not_followed(k, self.tensors):

@@ -113,10 +113,11 @@ class Rules:
             raise CheckpointError(f"rules are applied to an open checkpoint (open_checkpoint), got {ckpt!r:.80}")
         scalars = ckpt.leaves
         try:
-            program = BoundRules(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
+            tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
+            program = BoundRules(self.rules, self.follow, tensors, scalars, ckpt.skipped)
             outputs = program.outputs()
         except RuleMatchError:
-            ckpt.refuse_skipped(n for n in ckpt.skipped if any(r.reads(n) for r in self.rules))
+            ckpt.refuse_skipped(n for n in ckpt.skipped if any(r.targets and r.reads(n) for r in self.rules))
             raise
         kept = program.untouched
         arrays = {
@@ -135,8 +136,9 @@ class Rules:
                 if target in arrays:
                     arrays[target].rule = told[id(a.rule)]
         counts = Counter(told[id(a.rule)] for a in program.applied)
+        skipped = {n: why for n, why in ckpt.skipped.items() if n not in program.consumed}
         made = replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
-        return replace(made, whole=False)
+        return replace(made, whole=False, skipped=skipped)
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The rules applied to arrays in memory.

@@ -28,7 +28,7 @@ from ..base.locations import is_url
 from ..base.malformed import malformed
 from ..format import manifest
 from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
-from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..format.zarr_format import GROUP_ATTRIBUTE, own_names
 from ..stores import icechunk_store
 from ..stores.filesystem import try_lock
 from .items import SaveItem
@@ -129,6 +129,7 @@ def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any])
 
     chunk = _chunk(item)
     form = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0, "attributes": attributes}
+    form["dimension_names"] = own_names(item.name, len(item.shape))  # for xarray, as of a plain save
     array = group.create_array(item.directory, shape=item.shape, chunks=chunk, dtype=item.dtype, **form)
     grid = ChunkGrid(item.shape, chunk, chunk)
     sums = np.zeros(grid.counts, "<u4")

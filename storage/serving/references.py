@@ -14,7 +14,9 @@ from urllib.parse import quote
 
 from ...arrays.core.errors import CheckpointError
 from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
+from ..readers.dual_tensor import Coord, DualTensor
 from ..readers.raw_tensor import RawTensor
+from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
 from ..stores import url_options
 from ..stores.icechunk_store import first_line
@@ -37,22 +39,35 @@ def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
     return ChunkGrid(grid.shape, chunk, chunk)
 
 
+def _place(tensor: RawTensor | ChunkedTensor, grid: ChunkGrid, coord: Coord) -> tuple[str, int]:
+    """The file of a chunk, and its first byte there."""
+    if isinstance(tensor, RawTensor):
+        held = rows_in(tensor, grid.shard_box(coord))
+        return held.path, held.start
+    shard, local = tensor.grid.place_in_shard(coord)
+    number = ravel(local, tensor.grid.present(shard)) if local else 0
+    return tensor.path(shard), tensor.objects[shard].start + number * math.prod(grid.chunk) * tensor.dtype.itemsize
+
+
 class References:
     """The metadata of a hierarchy, and for each chunk the range of a file."""
 
     def __init__(self, view: ZarrView) -> None:
         self.nodes: dict[str, dict[str, Any]] = dict(view.nodes)
-        self._tensors: dict[str, tuple[RawTensor, ChunkGrid]] = {}
+        self._tensors: dict[str, tuple[RawTensor | ChunkedTensor, ChunkGrid]] = {}
         for folder, tensor in view.tensors.items():
-            held = raw(tensor)
-            if held is None:
+            held, grid = raw(tensor), view.grids[folder]
+            if held is not None:
+                grid = _divided(grid, held)
+            elif isinstance(tensor, DualTensor):
+                grid = ChunkGrid(tensor.shape, tensor.chunk, tensor.chunk)
+            elif type(tensor) is not ChunkedTensor or (tensor.shape and 0 not in tensor.shape):  # else beside such
                 raise CheckpointError(
                     f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to "
                     "it: as_zarr and serve compute such chunks when they are read"
                 )
-            grid = _divided(view.grids[folder], held)
             self.nodes[folder] = {**view.nodes[folder], "chunk_grid": grid_node(grid)}
-            self._tensors[folder] = held, grid
+            self._tensors[folder] = held or tensor, grid
         inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
         self.group = {**view.group, "consolidated_metadata": inside}
 
@@ -66,8 +81,7 @@ class References:
         for folder, (tensor, grid) in self._tensors.items():
             nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
             for coord in grid.shards():
-                held = rows_in(tensor, grid.shard_box(coord))
-                yield f"{folder}/{slashed_key(coord)}", held.path, held.start, nbytes
+                yield f"{folder}/{slashed_key(coord)}", *_place(tensor, grid, coord), nbytes
 
 
 def kerchunk(view: ZarrView) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class ServedCheckpoint:
         self.path = given.path if isinstance(given, Checkpoint) else str(self._given)
         self._lock = threading.Lock()
         self._held: _Generation | None = _Generation(self._given)
+        self.skipped, self.lost = self._held.zarr.skipped, self._held.zarr.lost
 
     def find(self, path: str) -> Found | None:
         """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there

@@ -4,6 +4,7 @@ formats."""
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -32,9 +33,10 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     zarr.abc.store.Store
         A group with one array for each name, dots included: ``group["model.embed.weight"]``, with consolidated
         metadata; names with slashes lie in groups, ``group["sub/deep/w"]``. Attributes and names of dimensions of
-        another writer's Zarr are there. A tensor that lies in a file as one run of bytes (safetensors, raw layouts) is
-        cut into chunks of rows of at most 16 MiB, each a ranged read; chunks of all other arrays are computed when they
-        are read. bfloat16 and float8 have the names of TensorStore. Writing raises `StoreError`.
+        another writer's Zarr are there. What cannot be read here is not, and a warning names it. A tensor that lies in
+        a file as one run of bytes (safetensors, raw layouts) is cut into chunks of rows of at most 16 MiB, each a
+        ranged read; chunks of all other arrays are computed when they are read. bfloat16 and float8 have the names of
+        TensorStore. Writing raises `StoreError`.
 
     Raises
     ------
@@ -56,7 +58,14 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     from .zarr_adapter import CheckpointStore
 
     register()
-    return CheckpointStore(ZarrView(open_checkpoint(path, verify=verify)))
+    return CheckpointStore(_view(path, verify))
+
+
+def _view(path: str | os.PathLike[str] | Checkpoint, verify: bool = True) -> ZarrView:
+    view = ZarrView(open_checkpoint(path, verify=verify))
+    if view.lost:
+        warnings.warn(view.lost, stacklevel=3)
+    return view
 
 
 def zarr_references(path: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]:
@@ -65,7 +74,8 @@ def zarr_references(path: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]
     Parameters
     ----------
     path
-        A safetensors file, a Hugging Face directory, or another checkpoint whose arrays are runs of bytes in files.
+        A safetensors file, a Hugging Face directory, or another checkpoint whose arrays, or their chunks (layout
+        "dual"), are runs of bytes in files.
 
     Returns
     -------
@@ -87,7 +97,7 @@ def zarr_references(path: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]
     >>> zarr_references(where)["refs"]["w/c/0/0"] == [where, nbytes - 64, 64]
     True
     """
-    return references.kerchunk(ZarrView(open_checkpoint(path)))
+    return references.kerchunk(_view(path))
 
 
 def icechunk_references(
@@ -116,7 +126,7 @@ def icechunk_references(
     CheckpointError
         An array is not a run of bytes in a file, or a file is another by now; nothing is committed.
     """
-    return references.icechunk(ZarrView(open_checkpoint(path)), repository, branch, message)
+    return references.icechunk(_view(path), repository, branch, message)
 
 
 def serve(
@@ -161,5 +171,7 @@ def serve(
     from .server import CheckpointServer
 
     server = CheckpointServer(path, host=host, port=port, token=token)
+    if server.source.lost:
+        warnings.warn(server.source.lost, stacklevel=2)
     server.start()
     return server

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from ..base.names import zarr_paths
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, unread
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, slashed_key, windows
 from ..format.zarr_format import own_names
@@ -75,6 +75,10 @@ class ZarrView:
         pinned(ckpt)
         shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
         self.skipped = [*ckpt.skipped, *(n for n in ckpt.arrays if n not in shown)]
+        self.lost = ""  # why some are not shown
+        if self.skipped:
+            why = ckpt.skipped.get(self.skipped[0], "it is packed bits")
+            self.lost = f"{ckpt.path} is shown without what cannot be read{unread(self.skipped)} ({why})"
         said, self._attributes = held_attributes(ckpt, shown, [])
         self.tensors = dict(zip(zarr_paths(list(shown)), shown.values(), strict=True))
         self.grids = {d: chunks_of(t) for d, t in self.tensors.items()}

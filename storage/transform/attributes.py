@@ -1,35 +1,30 @@
-"""Attributes and names of dimensions of other writers' Zarr arrays, which go along with elements that stay the same."""
+"""Attributes and names of dimensions of other writers' Zarr arrays, which go along where they stay true."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import itertools
 import json
-import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...arrays.core.errors import CheckpointDTypeError
+from ...arrays.core.formatting import some
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.zarr_format import described, group_said, said_of
-from ..readers.raw_tensor import RawTensor
 from ..readers.tensor import ChunkedTensor
-from ..rules.lazy_tensors import DerivedTensor, leaves, whole_of
+from ..rules.labels import CURE, MEANING, PACKING, Labels, given, meant, plain
+from ..rules.lazy_tensors import casts, labels_of, leaves
 from ..stores import store
-
-_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
-"""Attributes by which readers of CF conventions, such as xarray, make other numbers of the stored ones."""
-_UNITS = (*_PACKING, "_Unsigned", "units", "calendar")  # with which equal integers stand for other numbers
-_NEUTRAL = {"scale_factor": 1, "add_offset": 0}
 
 
 def held_attributes(
     ckpt: Checkpoint, arrays: Mapping[str, Any], notes: list[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """What other writers said of arrays that stay as stored (see `array_metadata`), and the attributes of the group."""
+    """What other writers said that is true of arrays (see `array_metadata`), and the attributes of the group."""
     nodes, group, held = {}, ckpt.group, ckpt.manifest
     if held is not None:
         try:
@@ -39,36 +34,67 @@ def held_attributes(
             top = strict_json.loads(text)
             group = group_said(top)
             nodes = top["consolidated_metadata"]["metadata"]
-            nodes = {a.name: said_of(nodes[a.directory], a.name) for a in held.arrays if a.packs is None}
+            nodes = {a.directory: said_of(nodes[a.directory], a.name) for a in held.arrays if a.packs is None}
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            nodes = {}
             notes.append("zarr.json is missing or damaged: attributes, if there were any, are not written")
     if ckpt.unnamed:
         notes.append(f"attributes of groups below the root are not written: those of {', '.join(ckpt.unnamed[:8])}")
     if group and not described(group):
         notes.append("attributes of the group are not written as such: they are no JSON, or above 64 KiB")
         group = {}
-    same = {n: whole_of(t) for n, t in arrays.items()}
-    found = {
-        n: nodes.get(t.name, "") if held is not None else getattr(t, "said", "")
-        for n, t in same.items()
-        if not isinstance(t, DerivedTensor)
-    }
+    known = {ckpt.path: nodes} if held is not None else {}
+    labels = {n: labels_of(t, partial(_stored, known=known)) for n, t in arrays.items()}
+    notes += _apart(labels)
+    found = {n: one.text(n, len(arrays[n].shape)) for n, one in labels.items()}
     return {n: text for n, text in found.items() if text}, group
 
 
-def attributes_left(arrays: Mapping[str, Any], carried: Container[str] = ()) -> list[str]:
+def _stored(tensor: Any, known: dict[str, Any]) -> Labels:
+    """The labels of a stored tensor; ``known`` keeps the metadata of checkpoints of ours, or what they say."""
+    if not isinstance(tensor, ChunkedTensor):
+        return given(tensor)
+    node = _nodes(tensor.root, known).get(tensor.directory, "")
+    return given(tensor, node if isinstance(node, str) else said_of(node, tensor.name))
+
+
+def _apart(labels: dict[str, Labels]) -> list[str]:
+    """Take the name from dimensions that were cut where others of that name in the group have other parts, as readers
+    take those of one name for the same; returns a note on them."""
+    parts: dict[tuple[str, str], set[Any]] = {}
+    for n, one in labels.items():
+        for d in filter(None, one.dims):
+            parts.setdefault((n.rpartition("/")[0], d.name), set()).add(d.part)
+    odd = []
+    for n, one in labels.items():
+        lone = {d for d in one.dims if d and isinstance(d.part, tuple) and len(parts[n.rpartition("/")[0], d.name]) > 1}
+        if lone:
+            odd.append(f"{n} ({', '.join(d.name for d in one.dims if d in lone)})")
+            labels[n] = replace(one, dims=tuple(None if d in lone else d for d in one.dims))
+    why = "names of dimensions are not written where arrays of the group have other parts of them"
+    return [f"{why}: those of {some(odd)}"] if odd else []
+
+
+def attributes_left(arrays: Mapping[str, Any], carried: Mapping[str, str]) -> list[str]:
     """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``, that are not written."""
-    told: dict[str, dict[str, None]] = {}
+    told = []
     for n, t in arrays.items():
-        for leaf in leaves(t) if n not in carried else ():
-            said = json.loads(getattr(leaf, "said", "") or "{}") if isinstance(leaf, RawTensor) else {}
-            names = list(getattr(leaf, "attributes", said.get("attributes", ())))
-            names += ["names of dimensions"] * bool(getattr(leaf, "dims", said.get("dimension_names")))
-            if names:
-                told.setdefault(n, {}).update(dict.fromkeys(names))
-    shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
-    more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
-    return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
+        kept = json.loads(carried.get(n, "{}"))
+        said = [given(leaf) for leaf in leaves(t) if not isinstance(leaf, ChunkedTensor)]
+        names = dict.fromkeys(k for one in said for k in one.attributes if k not in kept.get("attributes", ()))
+        if "dimension_names" not in kept and any(any(one.dims) for one in said):
+            names["names of dimensions"] = None
+        if names:
+            told.append(f"{n} ({', '.join(names)})")
+    return [f"attributes are not written: those of {some(told)}"] if told else []
+
+
+def refuse_lost_fills(arrays: Mapping[str, Any]) -> None:
+    """Raise `CheckpointDTypeError` where a cast of some arrays would make numbers of masked elements."""
+    known: dict[str, Any] = {}
+    for tensor in filter(casts, arrays.values()):
+        if meaning(tensor, known):
+            labels_of(tensor, partial(_stored, known=known))
 
 
 def refuse_packed(name: str, parts: Sequence[Any], places: Sequence[str], sums: bool, known: dict[str, Any]) -> None:
@@ -76,49 +102,46 @@ def refuse_packed(name: str, parts: Sequence[Any], places: Sequence[str], sums: 
 
     ``known`` keeps what the checkpoints of the parts say of their arrays.
     """
-    said = [_packing(p, _PACKING if sums else _UNITS, known) for p in parts]
+    said = [meaning(p, known) for p in parts]
     for s, place in zip(said, places, strict=True):
         for key in {**s, **said[0]}:
             ours, theirs = said[0].get(key), s.get(key)
-            if sums and theirs is not None:
+            if sums and key in PACKING and meant(key, theirs) is not None:
                 why = "sums of the stored numbers, which stand for others, mean nothing"
-            elif not sums and theirs != ours:
-                why = f"{places[0]} has {ours!r:.40}, so equal integers stand for other numbers"
+            elif meant(key, theirs) != meant(key, ours):
+                why = f"{places[0]} has {plain(ours)!r:.40}, so equal numbers stand for other things"
             else:
                 continue
             raise CheckpointDTypeError(
-                f"{place}: key {name!r} has the attribute {key!r} = {theirs!r:.40}: {why}. Write its real numbers "
-                "first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
+                f"{place}: key {name!r} has the attribute {key!r} = {plain(theirs)!r:.40}: {why}. {CURE}"
             )
 
 
-def _packing(tensor: Any, names: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
-    """Those of some attributes of the stored sources of a tensor that change what its numbers mean."""
+def attributes_apart(a: Any, b: Any, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The attributes with which equal numbers of two tensors stand for other things, and both their values."""
+    ours, theirs = meaning(a, known), meaning(b, known)
+    pairs = {k: (ours.get(k), theirs.get(k)) for k in {**ours, **theirs}}
+    return {k: (plain(x), plain(y)) for k, (x, y) in pairs.items() if meant(k, x) != meant(k, y)}
+
+
+def meaning(tensor: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of the stored sources of a tensor that change what its numbers mean (see `labels`)."""
     found: dict[str, Any] = {}
     for leaf in leaves(tensor):
-        if isinstance(leaf, ChunkedTensor):
-            held = _of_group(leaf.root, known).get(leaf.directory, {})
-        else:
-            held = json.loads(getattr(leaf, "said", "") or "{}").get("attributes", {})
-            held = getattr(leaf, "attributes", held)
-        for k in (n for n in names if n in held):
-            value = held[k]
-            if isinstance(value, str):  # xarray writes fill values of floats in base64
-                with contextlib.suppress(ValueError, struct.error):
-                    value = struct.unpack("<d", base64.b64decode(value))[0]
-            if value == value and value not in (_NEUTRAL.get(k), "NaN"):  # sums keep NaN
-                found[k] = value
+        ours = isinstance(leaf, ChunkedTensor)
+        node = _nodes(leaf.root, known, MEANING).get(leaf.directory, {}) if ours else {}
+        held = node.get("attributes", {}) if ours else given(leaf).attributes
+        found |= {k: held[k] for k in MEANING if k in held}
     return found
 
 
-def _of_group(root: str, known: dict[str, Any]) -> Any:
-    """The attributes that others have given to the arrays of a checkpoint of ours, by directory."""
+def _nodes(root: str, known: dict[str, Any], keys: Sequence[str] = ()) -> Any:
+    """The metadata of the arrays of a checkpoint of ours, by directory; {} where none has one of the ``keys``."""
     if root not in known:
         known[root] = {}
         # Of a damaged file none are known, as for a conversion.
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             text = store.at(root).get("zarr.json")
-            if any(f'"{k}"'.encode() in text for k in _UNITS):
-                nodes = strict_json.loads(text)["consolidated_metadata"]["metadata"]
-                known[root] = {d: dict(node.get("attributes", {})) for d, node in nodes.items()}
+            if not keys or any(f'"{k}"'.encode() in text for k in keys):
+                known[root] = strict_json.loads(text)["consolidated_metadata"]["metadata"]
     return known[root]

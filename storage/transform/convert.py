@@ -286,6 +286,10 @@ def zarr_sink(
     directories = names.zarr_names(list(held.arrays))
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
+    named = zip(held.arrays, directories, strict=True)
+    escaped = [f"{n} is {d}" for n, d in named if d != n.replace("/", "%2F")]
+    if escaped and held.ckpt.kind == "Zarr":
+        held.notes.append(f"other readers of Zarr see escaped names: {some(escaped, 8)}")
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, name)
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
@@ -487,7 +491,7 @@ def convert(
         [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread],
         time.perf_counter() - started,
         dict(sorted(losses.items())),
-        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", ()))],
+        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", {}))],
         held.left_behind(),
     )
 

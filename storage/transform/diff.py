@@ -17,6 +17,7 @@ from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
 from ..readers.tensor import read_into
+from .attributes import attributes_apart
 from .convert import Selection
 from .plan import MEMORY_LIMIT
 
@@ -29,8 +30,9 @@ class ArrayDiff:
     NaN-aware: two NaN are equal.
 
     ``max_rel`` is the largest ``|a - b| / max(|a|, |b|)``; where one side is NaN or infinite and the other is another
-    value, both differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only dtypes
-    or bits do.
+    value, both differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only
+    dtypes, bits or ``attributes`` do: those of another writer's array with which equal numbers stand for other things
+    (``units``, ``calendar``, ``scale_factor``, ``add_offset``, ``_FillValue``, …), as a pair each.
     """
 
     name: str
@@ -40,17 +42,18 @@ class ArrayDiff:
     max_rel: float | None = None
     different: int | None = None
     size: int = 0
+    attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         (a, b), (c, d) = self.shapes, self.dtypes
-        if a != b:
-            return f"{self.name}: shape {a} and {b}" + (f", dtype {c} and {d}" if c != d else "")
-        if self.different is None:
-            return f"{self.name}: dtype {c} and {d}"
-        text = f"{self.name}: " + (f"dtype {c} and {d}, " if c != d else "")
-        if not self.different:
-            return text + ("equal values" if c != d else "equal values, other bits")
-        return f"{text}{self.different} of {self.size} elements, max abs {self.max_abs:.6g}, max rel {self.max_rel:.6g}"
+        told = [f"shape {a} and {b}"] * (a != b) + [f"dtype {c} and {d}"] * (c != d)
+        told += [f"{k} {x!r:.40} and {y!r:.40}" for k, (x, y) in self.attributes.items()]
+        if self.different:
+            told += [f"{self.different} of {self.size} elements", f"max abs {self.max_abs:.6g}"]
+            told.append(f"max rel {self.max_rel:.6g}")
+        elif self.different is not None:
+            told.append("equal values" if told else "equal values, other bits")
+        return f"{self.name}: {', '.join(told)}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,9 @@ def diff(
         raise CheckpointError(f"neither checkpoint has an array that matches {keys}")
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit, values), [n for n in ours if n in theirs])
+    both, known = [n for n in ours if n in theirs], dict[str, Any]()
+    said = {n: attributes_apart(ours[n], theirs[n], known) for n in both}
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), both)
     return DiffReport(
         left.ckpt.path,
         right.ckpt.path,
@@ -167,14 +172,16 @@ def _values(left: Selection, right: Selection, wanted: Callable[[str], bool]) ->
     return out
 
 
-def _compare(name: str, a: Any, b: Any, limit: int, values: bool) -> ArrayDiff | None:
-    """None for arrays that are equal to the bit; without ``values``, for those of one shape and dtype."""
+def _compare(name: str, a: Any, b: Any, said: dict[str, tuple[Any, Any]], limit: int, values: bool) -> ArrayDiff | None:
+    """None for arrays that are equal to the bit, and mean the same; without ``values``, for those of one shape and
+    dtype."""
     shapes = (tuple(a.shape), tuple(b.shape))
     types = (a.dtype.name, b.dtype.name)
     if shapes[0] != shapes[1]:
-        return ArrayDiff(name, shapes, types)
+        return ArrayDiff(name, shapes, types, attributes=said)
     if not values:
-        return None if types[0] == types[1] else ArrayDiff(name, shapes, types, size=math.prod(shapes[0]))
+        same = types[0] == types[1] and not said
+        return None if same else ArrayDiff(name, shapes, types, size=math.prod(shapes[0]), attributes=said)
     max_abs = max_rel = 0.0
     different, identical = 0, types[0] == types[1]
     item = max(a.dtype.itemsize, b.dtype.itemsize)
@@ -186,9 +193,9 @@ def _compare(name: str, a: Any, b: Any, limit: int, values: bool) -> ArrayDiff |
         n, largest, relative = differences(x, y)
         different += n
         max_abs, max_rel = max(max_abs, largest), max(max_rel, relative)
-    if identical:
+    if identical and not said:
         return None
-    return ArrayDiff(name, shapes, types, max_abs, max_rel, different, math.prod(shapes[0]))
+    return ArrayDiff(name, shapes, types, max_abs, max_rel, different, math.prod(shapes[0]), said)
 
 
 def differences(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:

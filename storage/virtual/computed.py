@@ -20,7 +20,8 @@ from ..format import dtypes
 from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast, count_lost_rows, watched
-from ..rules.lazy_tensors import Agreed, DerivedTensor, of_source
+from ..rules.labels import Labels, Reader
+from ..rules.lazy_tensors import Agreed, DerivedTensor, labels_of, of_source
 from ..saving.quantize import pack, row_integers, row_scales, wide_of
 
 _FACTORS = 4 << 20  # bytes of the factors of a product that a piece holds at once
@@ -77,6 +78,11 @@ class WeightedSum(Agreed):
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         return self.by_pieces(box, out, 3 * self._wide.itemsize)
+
+    def labels(self, of: Reader) -> Labels:
+        held = [labels_of(p, of) for p in self.parts]
+        weight = sum(w * one.weight for w, one in zip(self.weights, held, strict=True)) / self.divisor
+        return Labels.agreed(self.name, held, weight)
 
     @property
     def _wide(self) -> np.dtype:

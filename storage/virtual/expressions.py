@@ -39,7 +39,7 @@ from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform import layer_entries
-from ..transform.attributes import refuse_packed
+from ..transform.attributes import refuse_lost_fills, refuse_packed
 from ..transform.convert import cancels, converted, floating, scaled
 from ..transform.model_config import config_of, followed
 from . import fitting
@@ -398,6 +398,7 @@ class Cast(Node):
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base, wanted = made[0], dtypes.by_name(self.dtype)
         arrays = converted({n: a.tensor for n, a in base.arrays.items()}, wanted)
+        refuse_lost_fills(arrays)
         documents = base.documents
         if isinstance(documents, Documents):
             documents = documents.edited("config.json", partial(with_dtype, dtype=self.dtype))
@@ -420,7 +421,7 @@ class Quantize(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base = made[0]
-        stored, held = list(base.arrays.values()), dict[str, StoredArray]()
+        stored, held, known = list(base.arrays.values()), dict[str, StoredArray](), dict[str, Any]()
         label = str(self)
         marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
         refuse_quantized({**base.arrays, **marks}, self.keys)
@@ -436,6 +437,7 @@ class Quantize(Node):
             a = stored[leaf.index]
             if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not fits(a.name, self.keys):
                 return put(a.path, a.tensor)
+            refuse_packed(a.name, [a.tensor], [base.path], True, known)
             q = RowIntegers(f"{a.name}.q", a.tensor, LEVELS[self.bits])
             scale = RowScales(f"{a.name}.scale", a.tensor, LEVELS[self.bits])
             said = {"dtype": a.dtype.name, "length": a.shape[-1], "times": 1}
@@ -458,6 +460,7 @@ class KeyRules(Node):
         made_so = Rules(self.rules).on(made[0])
         rules = {n: a.rule for n, a in made_so.arrays.items()}
         arrays = {n: a.tensor for n, a in made_so.arrays.items()}
+        refuse_lost_fills(arrays)
         documents = followed(made_so.documents, {n: a.tensor for n, a in made[0].arrays.items()}, arrays)
         out = computed_from(self, made_so, arrays, documents=documents)
         for name, a in out.arrays.items():

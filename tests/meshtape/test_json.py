@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from click.testing import CliRunner
 
 import meshtape as mt
@@ -168,13 +169,19 @@ def test_looking(home: Path) -> None:
     check("browse", call("browse", first, str(home / "run"), str(home)))
 
 
-def test_checking(home: Path) -> None:
+def test_checking(home: Path, tmp_path: Path) -> None:
     first, second = str(home / "run" / "step-00000001"), str(home / "run" / "step-00000002")
     check("verify", call("verify", first))
     told = call("diff", first, second, code=1)
     assert '"Infinity"' in told
     assert json.loads(told)["values"]["rate"] == ["NaN", "-Infinity"]
-    check("diff", told, call("diff", first, second, "--no-values", code=1), call("diff", first, first))
+    others = []
+    for units in ("K", "degC"):
+        group = zarr.create_group(tmp_path / units)
+        group.create_array("t", data=np.ones(2)).attrs["units"] = units
+        others.append(str(tmp_path / units))
+    same = call("diff", first, first)
+    check("diff", told, call("diff", first, second, "--no-values", code=1), same, call("diff", *others, code=1))
     mesh = ("--mesh", "m=2", "--shard", "params.w:m=1")
     check("estimate", call("estimate", first, *mesh, "--optimizer", "adam"), call("estimate", second, "--compression", "zstd"))  # fmt: skip
 

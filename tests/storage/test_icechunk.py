@@ -100,6 +100,18 @@ def test_trees_come_back_exactly_and_every_function_reads_them(kit, anywhere, tr
     assert kit.same(got["layers"][1]["zeros"].whole(), np.zeros((700, 900), "f4"))
 
 
+def test_xarray_opens_a_save_as_a_plain_one(ice, url, tmp_path):
+    xarray = pytest.importorskip("xarray")
+    tree = {"w": np.arange(12.0).reshape(3, 4), "deep": {"n": np.arange(3)}, "scalar": np.float32(2)}
+    save(url, tree)
+    save(tmp_path / "plain", tree)
+    session = icechunk_store.repository(str(tmp_path / "repo")).readonly_session("main")
+    seen, wanted = xarray.open_zarr(session.store, consolidated=False), xarray.open_zarr(tmp_path / "plain")
+    xarray.testing.assert_equal(seen, wanted)
+    assert seen.w.dims == wanted.w.dims
+    assert open_checkpoint(url)["w"].dimension_names is None
+
+
 def test_branches_tags_and_snapshots(ice, url, tmp_path):
     first = save(url, {"w": np.ones(2, ml_dtypes.bfloat16)}, step=1, message="the first")
     repo = icechunk_store.repository(str(tmp_path / "repo"))

@@ -421,7 +421,8 @@ def test_command_line(tmp_path, monkeypatch):
     assert out.exit_code == 0
     assert "/safetensors/" in out.output
     said = json.loads(CliRunner().invoke(main, ["serve", os.fspath(tmp_path / "ours"), "--json"]).stdout)
-    assert set(said) == {"safetensors", "zarr", "path"}
+    assert set(said) == {"safetensors", "zarr", "path", "skipped"}
+    assert said["skipped"] == []
     assert CliRunner().invoke(main, ["serve", os.fspath(tmp_path / "none")]).exit_code not in (0, 2)
 
 

@@ -123,9 +123,9 @@ class ZarrSink:
         self._packs = PackFiles(items)
 
     @property
-    def said(self) -> set[str]:
-        """The arrays that are written with attributes of another writer."""
-        return {i.name for i in self.items if i.said}
+    def said(self) -> dict[str, str]:
+        """What is written of arrays that another writer has said, by name."""
+        return {i.name: i.said for i in self.items if i.said}
 
     @property
     def files(self) -> list[str]:
