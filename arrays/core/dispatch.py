@@ -184,14 +184,6 @@ def made(x: Array, of: Any = None) -> Array:
     return x
 
 
-def move(x: Array, buf: Any) -> None:
-    """Give the result of a call another buffer of the same values, and tell the recorders."""
-    old, x._buf = x._buf, buf
-    for r in state.recorders:
-        if hasattr(r, "note_moved"):
-            r.note_moved(x, old)
-
-
 def as_array(x: Any) -> Array:
     """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import
     of its module."""

@@ -255,6 +255,14 @@ class _State(threading.local):
 state = _State()
 
 
+def move(x: Any, buf: Any) -> None:
+    """Give the result of a call another buffer of the same values, and tell the recorders."""
+    old, x._buf = x._buf, buf
+    for r in state.recorders:
+        if hasattr(r, "note_moved"):
+            r.note_moved(x, old)
+
+
 @contextmanager
 def recording(recorder: Any) -> Iterator[None]:
     """Every op of this thread is shown to ``recorder.record(op, args, outs, params)`` while the context is open."""

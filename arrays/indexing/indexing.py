@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..core.array import Array
-from ..core.dispatch import Deferred, apply, move, wrap
+from ..core.dispatch import Deferred, apply, wrap
 from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
-from ..core.op import Op, ShapeDtype, state
+from ..core.op import Op, ShapeDtype, move, state
 from ..kernels import scatter as kernels
 from ..ops.param_kinds import SIZES, TEMPLATE
 from .keys import parse

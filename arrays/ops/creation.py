@@ -21,7 +21,6 @@ from ..core.dispatch import (
     apply,
     has_history,
     made,
-    move,
     number,
     refuse_history,
     register_asarray,
@@ -29,7 +28,7 @@ from ..core.dispatch import (
 )
 from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
-from ..core.op import state
+from ..core.op import move, state
 from ..core.shape_rules import as_shape
 from .elementwise import ALIAS, FULL_LIKE
 from .elementwise import where as select

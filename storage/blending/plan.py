@@ -18,13 +18,14 @@ from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
+from ..rules.dequantized import scaled
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
 from ..transform.attributes import refuse_packed
-from ..transform.convert import cancels, scaled
 from ..transform.model_config import BUFFER, HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
 from ..virtual import fitting
+from ..virtual.computed import cancels
 from ..virtual.expressions import agreed
 from ..virtual.tied import ties_head
 from .blended import Blended

@@ -11,17 +11,19 @@ along the columns.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
+from ..format import dtypes
 from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import DerivedTensor, of_source
+from .lazy_tensors import Converted, DerivedTensor, of_source
 
 
 def is_quantized(dtype: np.dtype) -> bool:
@@ -178,3 +180,40 @@ class Dequantized(DerivedTensor):
             y = np.where(scale < 0, ((y + 127) * scale) ** 2, y * scale) if self.roots else y * scale
         out[...] = cast(self.name, y, self.dtype, box.offset)
         return nbytes
+
+
+# ----- casts of whole checkpoints, which have to mind such weights ----------------------------------------------------
+
+
+def floating(dtype: Any) -> np.dtype:
+    wanted = dtypes.by_name(dtype)
+    if wanted.name not in dtypes.FLOATS:
+        raise CheckpointError(
+            f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"
+        )
+    return wanted
+
+
+def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
+    """Tensors whose floating ones have this dtype, other than scales of quantised weights: rounded, they would change
+    all of these. Refuses such weights that are floating: their values are numbers times a scale beside them, which a
+    cast would lose."""
+    scales = set()
+    for name, scale in scaled(arrays):
+        scales.add(scale)
+        t = arrays[name]
+        if t.dtype.name.startswith("float8") and t.dtype != wanted:
+            raise CheckpointDTypeError(
+                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without "
+                f"the scale. Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, "
+                "leave dtype= out, or leave such arrays out with drop="
+            )
+    fixed = scales | {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
+    return {n: t if n in fixed else Converted(n, t, wanted) for n, t in arrays.items()}
+
+
+def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(weights, their scales) by name, of those that are quantised."""
+    for name, t in arrays.items():
+        if (scale := scale_beside(name, t.dtype, arrays)) is not None:
+            yield name, scale

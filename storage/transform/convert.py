@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError
 from ...arrays.core.formatting import some
 from ..base import activity, names
 from ..base.names import leaf_name
@@ -30,8 +30,8 @@ from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
-from ..rules.dequantized import dequantizes, is_quantized, scale_beside
-from ..rules.lazy_tensors import Converted, with_leaves
+from ..rules.dequantized import converted, dequantizes, floating, is_quantized, scaled
+from ..rules.lazy_tensors import with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.dual import choose_dual, is_dual
@@ -199,50 +199,6 @@ class Selection:
         return cls(
             ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved, notes, before=before
         )
-
-
-def floating(dtype: Any) -> np.dtype:
-    wanted = dtypes.by_name(dtype)
-    if wanted.name not in dtypes.FLOATS:
-        raise CheckpointError(
-            f"dtype= converts the floating arrays, so it is one of {', '.join(dtypes.FLOATS)}, not {wanted}"
-        )
-    return wanted
-
-
-def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
-    """Tensors whose floating ones have this dtype, other than scales of quantised weights: rounded, they would change
-    all of these. Refuses such weights that are floating: their values are numbers times a scale beside them, which a
-    cast would lose."""
-    scales = set()
-    for name, scale in scaled(arrays):
-        scales.add(scale)
-        t = arrays[name]
-        if t.dtype.name.startswith("float8") and t.dtype != wanted:
-            raise CheckpointDTypeError(
-                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without "
-                f"the scale. Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, "
-                "leave dtype= out, or leave such arrays out with drop="
-            )
-    fixed = scales | {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
-    return {n: t if n in fixed else Converted(n, t, wanted) for n, t in arrays.items()}
-
-
-def cancels(weights: Sequence[float]) -> bool:
-    """Whether weights sum to 0 as far as float32 tells, in which arrays are multiplied by them: nothing is divided by
-    that.
-
-    >>> cancels([0.1, 0.2, -0.3]), cancels([1e-9, 2e-9])
-    (True, False)
-    """
-    return abs(math.fsum(weights)) <= 2.0**-20 * math.fsum(map(abs, weights))
-
-
-def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(weights, their scales) by name, of those that are quantised."""
-    for name, t in arrays.items():
-        if (scale := scale_beside(name, t.dtype, arrays)) is not None:
-            yield name, scale
 
 
 def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:

@@ -7,7 +7,8 @@ float64 for such arrays, and cast to the dtype of the result; what overflows is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -228,3 +229,13 @@ class RowIntegers(RowScales):
         held = q if self.levels > 7 else pack(q)
         out[...] = held[..., box.offset[-1] : box.stop[-1]]
         return nbytes
+
+
+def cancels(weights: Sequence[float]) -> bool:
+    """Whether weights sum to 0 as far as float32 tells, in which arrays are multiplied by them: nothing is divided by
+    that.
+
+    >>> cancels([0.1, 0.2, -0.3]), cancels([1e-9, 2e-9])
+    (True, False)
+    """
+    return abs(math.fsum(weights)) <= 2.0**-20 * math.fsum(map(abs, weights))

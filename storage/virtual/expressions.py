@@ -32,7 +32,7 @@ from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
 from ..loading.match_target import select
 from ..loading.report import listed
-from ..rules.dequantized import not_followed
+from ..rules.dequantized import converted, floating, not_followed, scaled
 from ..rules.lazy_tensors import Sliced, renamed
 from ..rules.rules import Rules
 from ..rules.text import quote
@@ -40,10 +40,9 @@ from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform import layer_entries
 from ..transform.attributes import refuse_lost_fills, refuse_packed
-from ..transform.convert import cancels, converted, floating, scaled
 from ..transform.model_config import config_of, followed
 from . import fitting
-from .computed import Equal, RowIntegers, RowScales, WeightedSum, working_dtype
+from .computed import Equal, RowIntegers, RowScales, WeightedSum, cancels, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one

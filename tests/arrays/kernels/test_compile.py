@@ -90,9 +90,9 @@ def test_every_variant_compiles_for_every_architecture(
 
 BUDGETS = """
     attention.cu    | attention_backward_keys<bfloat16, 128>                              | 248  2 64
-    attention.cu    | attention_backward_queries<bfloat16, 128>                           | 168  5 100
-    attention.cu    | attention_forward<bfloat16, 64>                                     | 128  1 100
-    attention.cu    | attention_forward<bfloat16, 128>                                    | 184  1 132
+    attention.cu    | attention_backward_queries<bfloat16, 128>                           | 168  5 102
+    attention.cu    | attention_forward<bfloat16, 64>                                     | 128  1 104
+    attention.cu    | attention_forward<bfloat16, 128>                                    | 184  1 136
     attention.cu    | attention_poison<bfloat16>                                          |  32  1  0
     channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0 58
     channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0 37
@@ -147,7 +147,7 @@ BUDGETS = """
     scatter.cu      | write_kept<unsigned short>                                          |  32  0 80
     softmax.cu      | cross_entropy_backward<bfloat16, 512, 0, 8>                         |  64  6  8
     softmax.cu      | cross_entropy_backward<bfloat16, 512, 32, 8>                        |  64  8  8
-    softmax.cu      | cross_entropy_forward<bfloat16, 512, 0, 8>                          |  64  6  6
+    softmax.cu      | cross_entropy_forward<bfloat16, 512, 0, 8>                          |  64  6  7
     softmax.cu      | softmax_backward<true, bfloat16, 512, 0, 8>                         |  64 15  4
     softmax.cu      | softmax_backward<true, bfloat16, 512, 32, 8>                        |  64 12  3
     softmax.cu      | softmax_forward<true, bfloat16, 512, 0, 8>                          |  64  9  3
