@@ -88,6 +88,8 @@ def test_norms_of_a_sum_have_the_bits_of_the_sum_and_the_norm(
     """Forward in one launch; backward the cotangent of the sum, of its dtype or wide, is added in the same pass."""
     if shape[1] > 3001 and dtype is not (np.float32 if emulator.seed or emulator.descending else ml_dtypes.bfloat16):
         pytest.skip("long rows are slow to emulate: one dtype for each order")
+    if shape[1] == 16400 and emulator.seed:
+        pytest.skip("in random order threads are slower yet: the odd length alone")
     x, w, b, g = operands(place, shape, dtype)
     residual = place(np.random.default_rng(1).normal(size=shape), dtype)
     for kind, own in (("layer", (w, b)), ("rms", (w,))):
