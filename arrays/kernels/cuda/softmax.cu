@@ -215,10 +215,10 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        const A scale = g[row], shift = shifts[row], factor = scale / totals[row];
         const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);  // first: so fewest registers are held
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
+        const A scale = g[row], shift = shifts[row], factor = scale / totals[row];
         cut.store(dx + row * length, [&](auto p) {
             return [=, v = r(p), here = decltype(p.column)(label.at) - p.column](int k) {
                 const A p = exp(wide(v.at[k]) - shift) * factor;

@@ -34,8 +34,8 @@ def _check(machine_code: Callable[..., dict[str, str]], file: str, names: Sequen
     for name, m in sorted(found.items()):
         print(f"sm_{architecture} {m[3]:>4} registers  {name}")
     # Float64 is held up by its arithmetic, a sixty-fourth of that of float32 on most devices: some registers may spill
-    # there.
-    spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else 0)}
+    # there. Of others one or two may, once a row, rather than have half of the threads.
+    spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else 16)}
     assert not spilled, f"registers are spilled to memory on sm_{architecture}: {spilled}"
 
 
