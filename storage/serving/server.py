@@ -22,7 +22,7 @@ from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpo
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
-from .sending import PATIENCE, Answer, Sender
+from .sending import Answer, Sender
 from .served import Found, ServedCheckpoint
 from .virtual_files import VirtualFile
 
@@ -89,12 +89,6 @@ class FileHandler(Handler):
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
         elif first is None or (at == stop and first.size <= _SMALL):
             self.finish(first if first is None else first.tobytes())
-        elif at == stop:
-            try:
-                async with asyncio.timeout(PATIENCE):
-                    await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
-            except (OSError, TimeoutError):  # the client is gone, or takes nothing
-                self.request.connection.close()
         else:
             stays = self.request.version == "HTTP/1.1" and self.request.headers.get("Connection", "").lower() != "close"
             if not stays:
