@@ -1,4 +1,4 @@
-"""Sending answers of several pieces: ranges of files by ``sendfile``, each checked before its last byte goes out, and
+"""Sending large answers: ranges of files by ``sendfile``, each checked before its last byte goes out, and
 pieces that are read or computed ahead.
 
 A thread sends with blocking calls, the fastest way for a client that reads. One that takes nothing for a moment gives
@@ -41,7 +41,7 @@ class _TakesNothing(Exception):
 
 
 class Answer:
-    """An answer of several pieces on its way: a piece, and the bytes of a file from ``at`` to ``stop``. ``then`` is
+    """A large answer on its way: a piece, and the bytes of a file from ``at`` to ``stop``, if any. ``then`` is
     told whether all of them are gone."""
 
     def __init__(
