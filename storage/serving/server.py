@@ -1,8 +1,8 @@
 """The server of a checkpoint as ranges over HTTP: for ``meshtape serve``, and in a thread of its own for `serve`.
 
 Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as
-readers of ranges keep no cookies. A small answer goes through Tornado. A larger one is sent by a thread (`sending`); then
-Tornado has the connection back.
+readers of ranges keep no cookies. A small answer goes through Tornado. A larger one is sent by a thread (`sending`),
+which gives the connection back.
 """
 
 from __future__ import annotations
