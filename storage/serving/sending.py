@@ -62,6 +62,9 @@ class Answer:
         self._sent = 0  # bytes of the piece
         self._coming: deque[tuple[int, Future[Piece]]] = deque()
         sock.settimeout(_TURN)
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # else the last bytes wait until others are acknowledged
 
     def send(self, readers: ThreadPoolExecutor) -> None:
         """Send what is left. Raises `_TakesNothing` in between."""
