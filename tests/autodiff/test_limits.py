@@ -174,3 +174,12 @@ def test_one_element(fn):
     for way in (lambda f: f, mt.compile):
         assert math.isnan(float(way(corrected)(one)))
         assert math.isnan(float(way(mt.grad(corrected))(one)[0]))
+
+
+def test_the_gradient_of_a_determinant_with_nan_is_nan_there_alone() -> None:
+    x = mt.asarray([[[NAN, 1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 5.0]]])
+    for fn in (mt.grad(lambda x: mt.sum(mt.linalg.det(x))), mt.compile(mt.grad(lambda x: mt.sum(mt.linalg.det(x))))):
+        with np.errstate(invalid="ignore"):
+            got = fn(x).numpy()
+        assert np.isnan(got[0]).all()
+        np.testing.assert_allclose(got[1], [[5.0, -3.0], [-2.0, 1.0]], rtol=1e-12)
