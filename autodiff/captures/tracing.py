@@ -260,12 +260,8 @@ class _Trace(Refusals):
         for o in outs:
             self._made(o)
         sources = tuple(self._source(a) if isinstance(a, Array) else a for a in args)
-        if not any(map(self._has_history, sources)):
+        if op.nondifferentiable or not any(map(self._has_history, sources)):
             self.note_cut(outs)
-            return
-        if op.nondifferentiable:
-            # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
-            self.detached.update((id(o), Held(o, o._buf)) for o in outs)
             return
         call = StagedCall(op, sources, params, argument_avals(outs), state.origin, call_site())
         taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
@@ -274,7 +270,8 @@ class _Trace(Refusals):
                 self.results[id(o._buf)] = Result(call, k, o._buf)
 
     def note_cut(self, outs: Sequence[Array]) -> None:
-        """Called for constants, which may have the buffers of what they were cut off from."""
+        """Called for constants. They may have the buffers of what they were cut off from, as those of stop_gradient
+        have, and must not be taken for it."""
         self.detached.update((id(o), Held(o, o._buf)) for o in outs if self._has_history(self._source(wrap(o._buf))))
 
     def _has_history(self, source: Any) -> bool:

@@ -62,9 +62,8 @@ class Answer:
         self._sent = 0  # bytes of the piece
         self._coming: deque[tuple[int, Future[Piece]]] = deque()
         sock.settimeout(_TURN)
-        sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # else the last bytes wait until others are acknowledged
+        # Else the last byte waits until those before it are acknowledged.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, readers: ThreadPoolExecutor) -> None:
         """Send what is left. Raises `_TakesNothing` in between."""
@@ -124,7 +123,7 @@ class Answer:
 
 
 class Sender:
-    """Threads that read and compute pieces of answers, and those that send answers of several pieces meanwhile."""
+    """Threads that read and compute pieces of answers, and those that send large answers meanwhile."""
 
     def __init__(self) -> None:
         keep_freed()  # of the pieces that are made

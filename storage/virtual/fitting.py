@@ -1,4 +1,4 @@
-"""Whether the arrays of several models make one model: shapes, and the one ``config.json`` that all of it runs with."""
+"""Arrays of several models as one model: shapes, and the one ``config.json`` that all of it runs with."""
 
 from __future__ import annotations
 
