@@ -15,6 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...arrays.core.errors import CheckpointError
+
 _KEPT = 8  # pieces of work that have ended
 _ROOTS = 16  # folders whose bytes are remembered
 
@@ -46,6 +48,8 @@ class Activity:
 
     def follow(self, also: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
         """A progress function that keeps ``done`` and ``total``, and then calls ``also``."""
+        if also is not None and not callable(also):
+            raise CheckpointError(f"progress is a function of the bytes done and of all bytes, got {also!r:.80}")
 
         def progress(done: int, total: int) -> None:
             self.done, self.total = done, total

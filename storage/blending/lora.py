@@ -120,8 +120,8 @@ def extract_lora(
     problems = Problems()
     if (rank is None) == (energy is None):
         raise CheckpointError("give rank= or energy=")
-    if energy is not None and not 0 < energy <= 1:
-        raise CheckpointError(f"energy is above 0 and at most 1, got {energy}")
+    if energy is not None and not (isinstance(energy, int | float | np.number) and 0 < energy <= 1):
+        raise CheckpointError(f"energy is a number above 0 and at most 1, got {energy!r:.80}")
     if stores.is_url(target):
         raise CheckpointError(f"{target}: an adapter is written to a local directory")
     if os.path.lexists(target):

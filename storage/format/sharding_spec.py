@@ -113,6 +113,12 @@ class ShardingChoice:
     """The sharding of each array, from the arguments of `reshard`; collects the meshes that occur."""
 
     def __init__(self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None) -> None:
+        if not isinstance(mesh, Mapping | None):
+            raise CheckpointError(f"mesh= maps axes to lengths, such as {{'model': 4}}, got {mesh!r:.80}")
+        if not (isinstance(shardings, Mapping | None) or callable(shardings)):
+            raise CheckpointError(
+                f"shardings= maps names or patterns to shardings, or is a function, got {shardings!r:.80}"
+            )
         self.axes = dict(mesh or {})
         for axis, n in self.axes.items():
             if type(n) is not int or n < 1:

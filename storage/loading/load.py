@@ -268,6 +268,8 @@ def load(
         raise CheckpointError("load takes like= or shardings=, not both")
     started = time.perf_counter()
     kept = LoadReport() if report is None else report
+    if not isinstance(kept, LoadReport):
+        raise CheckpointError(f"report must be a LoadReport, which load fills, got {report!r:.80}")
     kept.reset()
     ckpt = open_checkpoint(path, verify=verify)
     kept.path = ckpt.path

@@ -128,7 +128,7 @@ class Ignored:
     """Names that need not fit: those that match one of ``patterns``, which are then reported."""
 
     def __init__(self, patterns: Iterable[str] | None, report: LoadReport) -> None:
-        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        self.patterns = [] if patterns is None else patterns_of(patterns, "ignore takes names or patterns")
         self.report = report
 
     def without(self, names: Iterable[str]) -> list[str]:

@@ -40,6 +40,7 @@ from ...arrays.core.errors import (
     NotACheckpoint,
 )
 from ...arrays.core.op import not_recording
+from ..base.arguments import check_mappings
 from ..base.checksums import crc32c
 from ..base.leaves import taken
 from ..base.scratch import room
@@ -294,8 +295,8 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
     CorruptCheckpoint
         It is not a valid safetensors file; names the file and what is wrong.
     """
-    where = os.fspath(path)
-    store, name = stores.holding(stores.location(path))
+    where = stores.location(path)
+    store, name = stores.holding(where)
     try:
         with contextlib.closing(store.reader(name)) as reader:
             first = bytearray(_FIRST)
@@ -427,6 +428,9 @@ def save_safetensors(
     >>> read_header(where).tensors["w"]
     TensorInfo(dtype='F32', shape=(2, 3), begin=0, end=24)
     """
+    if not (isinstance(path, (str, os.PathLike)) or hasattr(path, "write") or hasattr(path, "sendall")):
+        raise CheckpointError(f"path is a path, a URL, a socket or a binary stream, got {path!r:.80}")
+    check_mappings(tensors=tensors, metadata={} if metadata is None else metadata)
     arrays = {name: np.asarray(taken(x, repr(name))) for name, x in tensors.items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)

@@ -89,8 +89,10 @@ def quantize(
     >>> bool(np.abs(np.asarray(restored["m"]) - [[1.0, -2.0, 0.5]]).max() <= 1 / 127), times
     (True, 1)
     """
-    if bits not in LEVELS:
+    if bits not in tuple(LEVELS):
         raise CheckpointError(f"bits must be 8 or 4, got {bits!r}")
+    if type(times) is not int or times < 0:
+        raise CheckpointError(f"times is how often the state has been quantised, got {times!r:.80}")
     if times >= MAX_TIMES and not allow_again:
         raise CheckpointError(
             f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass "

@@ -8,6 +8,7 @@ of every array was written exactly once, adds the metadata and the manifest, and
 from __future__ import annotations
 
 import json
+import operator
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ from ...arrays.core.errors import (
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
+from ..base.arguments import check_mappings
 from ..base.leaves import taken
 from ..commit import contents
 from ..commit.anchor_lock import PATIENCE, locked
@@ -428,10 +430,15 @@ class _Save:
             item.directory = directory
             item.compression = how if item.shape else None
             item.raw = raw
-        step = given.get("step")
+        about = {} if given.get("metadata") is None else given["metadata"]
+        check_mappings(metadata=about)
+        try:
+            step = None if given.get("step") is None else operator.index(given["step"])
+        except TypeError:
+            raise CheckpointError(f"step is a whole number, got {given['step']!r:.80}") from None
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
-        kept = manifest.decode_json(manifest.encode_json(dict(given.get("metadata") or {}), "metadata"))
-        self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
+        kept = manifest.decode_json(manifest.encode_json(dict(about), "metadata"))
+        self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
         self.documents = encode(given.get("documents"))
         # Whatever cannot be kept is refused here, before anything is computed or written.
         json.dumps([self.head.step, kept, [v for _, v in scalars]])

@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError
 from ...arrays.core.formatting import some
 from ..base import activity, names
+from ..base.arguments import check_positive
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill, generation_of
 from ..foreign import dcp_archive
@@ -397,9 +398,8 @@ def convert(
     if documents is not None and format == "dcp":
         raise CheckpointKeyError("a PyTorch checkpoint has no place for documents; leave out documents=")
     added = given(documents)
-    for name, n in (("memory_limit", memory_limit), ("threads", threads), ("max_shard_bytes", max_shard_bytes)):
-        if (n is not None or name != "max_shard_bytes") and not (isinstance(n, int | float | np.number) and n >= 1):
-            raise CheckpointError(f"{name} must be a positive number, got {n!r:.80}")
+    limit = 1 if max_shard_bytes is None else max_shard_bytes  # None is one file
+    check_positive(memory_limit=memory_limit, threads=threads, max_shard_bytes=limit)
     held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
     if format in ("safetensors", "dcp"):
@@ -423,6 +423,7 @@ def convert(
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:
         raise CheckpointError(f"{target} is the source; write to another place")
+    spread = Workers(int(threads), executor_of(client))
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:
@@ -432,7 +433,7 @@ def convert(
             sink,
             target,
             memory_limit=memory_limit - held.reserved,
-            spread=Workers(threads, executor_of(client)),
+            spread=spread,
             overwrite=overwrite,
             progress=work.follow(progress),
             allow_overflow=allow_overflow,

@@ -12,7 +12,8 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import some
-from ..base.names import fits
+from ..base.arguments import check_positive
+from ..base.names import fits, patterns_of
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -131,11 +132,11 @@ def diff(
     >>> print(report.arrays[0])
     w: 1 of 2 elements, max abs 0.5, max rel 0.2
     """
-    if memory_limit < 1:
-        raise CheckpointError(f"memory_limit must be positive, got {memory_limit}")
+    check_positive(memory_limit=memory_limit)
     left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
-    keys, drop = (x if x is None or isinstance(x, str) else list(x) for x in (keys, drop))
+    keys = None if keys is None else patterns_of(keys)
+    drop = None if drop is None else patterns_of(drop, "drop takes names or patterns")
 
     def wanted(name: str) -> bool:
         return (keys is None or fits(name, keys)) and not (drop is not None and fits(name, drop))

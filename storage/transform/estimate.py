@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import count, human_bytes
 from ...arrays.core.tree import flatten_with_path
+from ..base.arguments import check_positive
 from ..base.names import leaf_name
 from ..format import dtypes
 from ..format.chunk_grid import choose_grid
@@ -145,12 +146,13 @@ def estimate(
     >>> e.nbytes, e.ranks[0].parameters, e.ranks[0].optimizer, e.ranks[0].master
     (8192000, 2048000, 8192000, 4096000)
     """
-    if optimizer is not None and optimizer not in OPTIMIZERS:
+    if optimizer is not None and optimizer not in tuple(OPTIMIZERS):
         raise CheckpointError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    check_positive(max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
     codec = chosen(compression)
     choice = ShardingChoice(mesh, shardings)
     axes = tuple(choice.axes.items())
-    if shard_optimizer_over is not None and shard_optimizer_over not in choice.axes:
+    if shard_optimizer_over is not None and shard_optimizer_over not in tuple(choice.axes):
         raise CheckpointError(f"shard_optimizer_over: the mesh {choice.axes} has no axis {shard_optimizer_over!r}")
     size = math.prod(n for _, n in axes)
     wide = dtypes.by_name(optimizer_dtype)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
-from ...arrays.core.errors import ClusterError
+from ...arrays.core.errors import CheckpointError, ClusterError
 
 T = TypeVar("T")
 _SHORT = 2e-3  # seconds
@@ -23,10 +23,12 @@ class Executor(Protocol):
 
 def executor_of(client: Any) -> Executor | None:
     """The executor of a Dask client; an executor, or None, as it is."""
-    if client is None or not hasattr(client, "get_executor"):
+    if hasattr(client, "get_executor"):
+        # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
+        return client.get_executor(pure=False)
+    if client is None or hasattr(client, "submit"):
         return client
-    # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
-    return client.get_executor(pure=False)
+    raise CheckpointError(f"client= is a Dask client or an executor, got {client!r:.80}")
 
 
 class Workers:

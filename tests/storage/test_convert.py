@@ -167,7 +167,7 @@ def test_mistakes_are_refused_before_writing(source, tmp_path):
         (errors.CheckpointKeyError, r"nothing matches \['z'\]", {"mesh": {"m": 2}, "shardings": {"z": {"m": 0}}}),
         (errors.CheckpointError, "need mesh=", {"shardings": {"a": {"m": 0}}}),
         (errors.CheckpointError, "positive length", {"mesh": {"m": 0}}),
-        (errors.CheckpointError, "must be a positive number", {"threads": 0}),
+        (errors.CheckpointError, "must be a positive whole number", {"threads": 0}),
         (errors.CheckpointError, "not int32", {"dtype": "int32"}),
         (errors.CheckpointKeyError, "nothing matches", {"drop": ["zz.*"]}),
         (errors.RuleMatchError, "'zz'", {"rules": "zz -> y"}),

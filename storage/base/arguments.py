@@ -1,0 +1,24 @@
+"""Checks of arguments that several functions take: a typed error names the argument before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointError
+
+
+def check_positive(**given: Any) -> None:
+    """Each is a whole number of at least 1 (1e9 is one)."""
+    for name, n in given.items():
+        if not (isinstance(n, int | float | np.number) and n >= 1 and n % 1 == 0):
+            raise CheckpointError(f"{name} must be a positive whole number, got {n!r:.80}")
+
+
+def check_mappings(**given: Any) -> None:
+    """Each is a mapping."""
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{name} must be a mapping, such as a dict, got {value!r:.80}")
