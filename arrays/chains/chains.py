@@ -141,7 +141,7 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
         lines += [f"    sum = row_sum<{THREADS}>(sum);", "    if (threadIdx.x == 0) out0[blockIdx.x] = sum;"]
     return "\n".join(
         [
-            f'#include "{"reduce" if total else "types"}.cuh"',
+            f'#include "headers/{"reduce" if total else "types"}.cuh"',
             code.PRELUDE,
             f"__device__ inline void element({element})",
             "{",

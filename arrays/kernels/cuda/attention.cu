@@ -7,8 +7,8 @@
 // scores); the mean of a row's slopes is the product of its result and its cotangent.
 //
 // A weight of zero times what is not finite is NaN, for keys that a tile leaves out, too: `attention_poison` finds it.
-#include "matrices.cuh"
-#include "reduce.cuh"
+#include "headers/matrices.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 16 * WARPS;
 constexpr float LOG2E = 1.44269504088896340736f;

@@ -4,7 +4,7 @@
 // A set of samples has statistics of its own: the batch of batch_norm, each sample of group_norm. LAST says whether the channels are
 // the last dimension (rows × channels) or the second (samples × channels × positions). Vectors are of neighbouring channels, or of
 // positions of one.
-#include "reduce.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,5 +1,5 @@
 // The second stage of every sum over rows: a few partial rows become one, always in the same order.
-#include "types.cuh"
+#include "headers/types.cuh"
 
 // out[column] = sum of partial[part][column]; blocks of 32 columns by 32 parts.
 template <class A, class O>

@@ -1,6 +1,6 @@
 // The places of the true elements of a mask, in order: each block counts its share, and after the counts have been summed up
 // writes the places of it.
-#include "reduce.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int THREADS = 256;
 constexpr int EACH = 16;  // elements of a thread, side by side

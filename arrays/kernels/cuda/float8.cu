@@ -1,6 +1,6 @@
 // float8 e4m3fn (four bits of exponent, no infinity) and e5m2 (five), to and from other numbers, as ml_dtypes has them: rounded once, to the
 // nearest, ties to even; what is too large is NaN in e4m3fn and infinity in e5m2.
-#include "reduce.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int THREADS = 256;
 

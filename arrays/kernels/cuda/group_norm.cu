@@ -1,7 +1,7 @@
 // group_norm, and instance_norm as groups of one channel: a group of a sample is a row, with a weight and a bias for each channel.
 //
 // Of channels as the second dimension, where a group lies without gaps (`channel_norm.cu` has the others).
-#include "row.cuh"
+#include "headers/row.cuh"
 
 // Elements that are left of a channel, as far as a vector goes.
 __device__ inline int capped(i64 n) { return n < 8 ? (int)n : 8; }

@@ -5,8 +5,8 @@
 //
 // TENSOR is the tensor cores (floats of two bytes from compute capability 8.0 on, tiles of 128 rows), else each thread
 // multiplies numbers (tiles of 64 rows). Sums are made in float32 (float64 of its own) and in one order.
-#include "matrices.cuh"
-#include "reduce.cuh"
+#include "headers/matrices.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int THREADS = 256;
 

@@ -2,7 +2,7 @@
 //
 // Word n of a key is lane n % 4 of the cipher applied to the counter (n / 4, 0, 0, stream). Where bits are promised the
 // products and sums of floats are the ones that are never contracted.
-#include "types.cuh"
+#include "headers/types.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,5 +1,5 @@
 // Pairs of elements turned by an angle: the elements k and k + half of a row, by the cosine and sine of a row of tables.
-#include "types.cuh"
+#include "headers/types.cuh"
 
 constexpr int THREADS = 256;
 

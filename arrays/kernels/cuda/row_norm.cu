@@ -3,7 +3,7 @@
 // T is the dtype of x, G that of y, of its cotangent, and of weight and bias. A row is read once and kept in registers (ITEMS is not 0);
 // longer ones are kept in shared memory, and what does not fit there is read again, mostly from the second-level cache. ENDS says
 // that rows begin within a vector, or parameters do, which are then read element by element, from the first-level cache.
-#include "row.cuh"
+#include "headers/row.cuh"
 
 // What a parameter has for a place of a row.
 template <bool ENDS, class T, int N, class I>

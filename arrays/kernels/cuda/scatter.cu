@@ -2,7 +2,7 @@
 //
 // `places[k]` says where row k of `values` goes, among the rows of `out`; a row has `inner` elements that lie together. With
 // `one` there is one value for everything.
-#include "reduce.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,7 +1,7 @@
 // softmax and log_softmax along contiguous rows, and the cross-entropy of integer labels, forward and backward.
 //
 // What a row is shifted by is its maximum, or nothing where that is not finite: exactly what the CPU does.
-#include "row.cuh"
+#include "headers/row.cuh"
 
 template <class A>
 __device__ inline A shift_of(A maximum)

@@ -48,7 +48,7 @@ MISTAKES = (
 def compiled(emulation: ModuleType, library_cache: Path) -> dict[tuple[str, str], str]:
     """The sources with each line put in, under the names that one library has them by."""
     files = {(which, line): f"{which} {line}" for which, line, *_ in (*SOUND, *MISTAKES)}
-    texts = {file: launch.source("types.cuh") + SOURCES[which] % line for (which, line), file in files.items()}
+    texts = {file: launch.source("headers/types.cuh") + SOURCES[which] % line for (which, line), file in files.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulation, "source", texts.__getitem__)
         emulation.compile_kernels(library_cache, {(file, "k<1>") for file in texts})
@@ -113,7 +113,7 @@ RACES = {
 def meet(emulation: ModuleType, library_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs one of these, by its place, in a random order."""
     chain = " else ".join(f"if constexpr (N == {i}) {{ {body} }}" for i, body in enumerate(RACES))
-    text = f"{launch.source('types.cuh')}template <int N> __global__ void k(const float* x, float* y) {{ {chain} }}"
+    text = f"{launch.source('headers/types.cuh')}template <int N> __global__ void k(const float* x, float* y) {{ {chain} }}"
     monkeypatch.setattr(emulation, "source", lambda _: text)
     monkeypatch.setattr(emulation, "variants", lambda: [("races", f"k<{i}>") for i in range(len(RACES))])
 

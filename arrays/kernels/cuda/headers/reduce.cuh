@@ -1,6 +1,6 @@
 // Sums and other reductions over the threads of a row: shuffles within a warp, shared memory between warps.
 #pragma once
-#include "types.cuh"
+#include "headers/types.cuh"
 
 struct Add {
     template <class A>

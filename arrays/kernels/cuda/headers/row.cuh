@@ -1,7 +1,7 @@
 // A row that begins anywhere in memory, and is read once and used as often as need be: its threads hold it in registers (ITEMS
 // elements each), or, where it is too long for that (ITEMS is 0), in shared memory as far as that goes.
 #pragma once
-#include "reduce.cuh"
+#include "headers/reduce.cuh"
 
 constexpr int LONG = 512;  // threads of a block that works through a row that no registers hold
 

@@ -4,7 +4,7 @@
 // at once lie in different banks. Sums are fragments of PTX's mma.m16n8k16: of each block of 16 x 8 a lane has the rows
 // lane / 4 and lane / 4 + 8, and there the columns lane % 4 * 2 and the next. Needs compute capability 8.0.
 #pragma once
-#include "types.cuh"
+#include "headers/types.cuh"
 
 template <class T>
 constexpr bool IS_BFLOAT16 = false;
