@@ -35,7 +35,8 @@ def note(what: str) -> None:
 def host_waits() -> Iterator[list[str]]:
     """The places where this thread waits for a device while the context is open, each with the line that caused it.
 
-    On a CPU the list shows where the host would wait if the arrays were on a GPU.
+    On a CPU the list shows where the host would wait if the arrays were on a GPU, but for reads by masks and by index
+    arrays (``x[mask]``, ``x[ids]``, `take`), which NumPy itself does there.
 
     Examples
     --------

@@ -226,7 +226,9 @@ def compile(
     once.)
 
     On a CPU results have the bits of eager ones, but for sums and products over large arrays that the function has
-    turned (``mt.sum(-x.T)``): a program lays these out in another order, in which they are then summed. They differ by
+    turned (``mt.sum(-x.T)``): a program lays these out in another order, in which they are then summed. And where a
+    matrix of two-byte floats is an operand of several products, a program rounds the cotangent of each before it adds
+    them, while eager work adds them in float32; derivatives of higher orders may add in another order. They differ by
     rounding.
 
     Parameters

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ...arrays.core.errors import NotACheckpoint, UnsupportedModel
-from ...storage.base.locations import join
 from ...storage.checkpoint.checkpoint import Checkpoint
 from .layers import RopeScaling
 
@@ -110,7 +109,7 @@ def read(
     """
     path = source
     if isinstance(source, Checkpoint):
-        path, given = join(source.path, "config.json"), source.documents.get("config")
+        path, given = f"the config.json of {source.path}", source.documents.get("config")
         if given is None:
             raise NotACheckpoint(f"{source.path} has no config.json, which says what its model is")
     else:

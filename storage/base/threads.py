@@ -84,7 +84,12 @@ def in_threads(
 
     with ThreadPoolExecutor(count, thread_name_prefix="meshtape-io") as pool:
         # In the context of the caller, as if they did the work themselves.
-        for future in [pool.submit(copy_context().run, take) for _ in range(count)]:
+        futures = []
+        try:
+            futures += [pool.submit(copy_context().run, take) for _ in range(count)]
+        except RuntimeError:  # the system has no more threads for us: this one does the work
+            take()
+        for future in futures:
             future.result()
     if failed:
         raise out[min(failed)]

@@ -167,16 +167,19 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
         text, where = os.fspath(config), "configuration"
         if not text.strip():
             raise CheckpointError("the configuration is empty: give the path of a YAML file, its text, or a dict")
-        if ("\n" not in text and ":" not in text.replace(":\\", "")) or os.path.isfile(text):
+        if ("\n" not in text and ":" not in text.replace(":\\", "")) or ("\0" not in text and os.path.isfile(text)):
             where = text
             try:
                 with open(text, encoding="utf-8") as f:
                     text = f.read()
-            except (FileNotFoundError, IsADirectoryError):
-                raise CheckpointError(f"{text} is no file of a configuration") from None
+            except (OSError, ValueError):  # ValueError: a NUL, or no text
+                raise CheckpointError(f"{text:.200} is no file of a configuration that can be read") from None
         try:
             parsed = _parsed(text)
-        except yaml.YAMLError as e:
+            _plain(parsed)  # what holds itself has no end
+        except RecursionError:
+            raise CheckpointError(f"{where} is no configuration: it holds itself, or is too deeply nested") from None
+        except (yaml.YAMLError, ValueError) as e:  # ValueError: an integer of thousands of digits
             raise CheckpointError(f"{where} is no YAML: {e}") from None
     if not isinstance(parsed, Mapping):
         raise CheckpointError(f"{where} holds no keys: a configuration has merge_method: and models: or slices:")
@@ -325,7 +328,7 @@ def _model(said: Any, problems: Problems) -> ModelRef | None:
 def _sources(said: Any, method: str, problems: Problems, keys: tuple[str, ...]) -> Iterator[Source]:
     for s in _list(said, "models" if len(keys) == 2 else "sources", problems):
         problems.unknown("a model" if len(keys) == 2 else "a source", s, keys)
-        model = _model(s.get("model", ""), problems)
+        model = _model(s.get("model") or "", problems)
         layers = s.get("layer_range")
         if "layer_range" in keys and not (
             isinstance(layers, (list, tuple))

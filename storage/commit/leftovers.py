@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...arrays.core.errors import StoreError
+from ...arrays.core.errors import CheckpointError, StoreError
 from ..stores import atomic_directory, owners, store
 from ..stores.contract import listed
 from ..stores.filesystem import try_lock
@@ -119,6 +119,8 @@ def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = N
     [True]
     """
     where = store.location(directory)
+    if where.startswith(f"{store.icechunk_store.SCHEME}://"):
+        raise CheckpointError(f"{where}: icechunk collects its garbage itself: Repository.garbage_collect(older_than)")
     if store.is_url(where):
         return [x for place in (where, *places(where)) for x in _stored(place, older_than)]
     where = os.path.abspath(where)

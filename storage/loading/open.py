@@ -486,7 +486,8 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
             "lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs "
-            "that its attributes name"
+            "that its attributes name. Where another program wrote it and kept the attributes of ours, as xarray does, "
+            f"delete its attribute {GROUP_ATTRIBUTE!r}"
         )
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, str] = {}

@@ -42,6 +42,8 @@ def location(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise CheckpointError(f"a location is a text or a path, not {path!r:.40}")
+    if not text:
+        raise CheckpointError("the location is empty; '.' is the current folder")
     if "\0" in text:
         raise CheckpointError(f"{text[:80]!r} has a NUL byte, which no name of a file has")
     if len(text) > _LONGEST:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,18 @@ def _stored(tensor: Any, known: dict[str, Any]) -> Labels:
         return given(tensor)
     node = _nodes(tensor.root, known).get(tensor.directory, "")
     return given(tensor, node if isinstance(node, str) else said_of(node, tensor.name))
+
+
+def is_coordinate(name: str, tensor: Any, known: dict[str, Any]) -> bool:
+    """Whether an array says where the elements of a dimension lie: it has that dimension alone, and its name (CF
+    conventions, section 5; NUG). ``known`` keeps what the checkpoints of parts say of their arrays."""
+    if len(tensor.shape) != 1:
+        return False
+    for leaf in leaves(tensor):
+        if isinstance(leaf, ChunkedTensor):
+            _nodes(leaf.root, known, ("dimension_names",))
+    dims = labels_of(tensor, partial(_stored, known=known)).dims
+    return bool(dims) and dims[0] is not None and dims[0].name == re.split(r"[/.]", name)[-1]
 
 
 def _apart(labels: dict[str, Labels]) -> list[str]:

@@ -155,7 +155,8 @@ def ema(
     decay
         From 0 (the last alone) to 1 (the first alone).
     steps
-        Steps of the run to take; by default all that are there now. Later ones do not join.
+        Steps of the run to take; by default all that are there now and can be read; a warning names each of the others.
+        Later ones do not join.
     integers
         As in `weighted_sum`; the last is the newest.
 
@@ -166,7 +167,7 @@ def ema(
     """
     if isinstance(run, (str, os.PathLike)):
         directory = store.location(run)
-        found = numbered.complete(directory)
+        found = numbered.complete(directory, warn=steps is None)
         line = {s.step: s.path for s in branches.current(directory, found).line(found)}
         if not isinstance(steps, Iterable | None):
             raise CheckpointError(f"steps of ema is a list of whole numbers, got {steps!r:.80}")

@@ -39,7 +39,7 @@ from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform import layer_entries
-from ..transform.attributes import refuse_lost_fills, refuse_packed
+from ..transform.attributes import is_coordinate, refuse_lost_fills, refuse_packed
 from ..transform.model_config import config_of, followed
 from . import fitting
 from .computed import Equal, RowIntegers, RowScales, WeightedSum, cancels, working_dtype
@@ -218,6 +218,10 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))
 
 
+ADAPTER_SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
+"""Entries of an adapter's configuration with which equal factors add other things to a model."""
+
+
 def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, Any]:
     """The documents of the base, with notes of what others say of the computation. Raises `CheckpointShapeError` where
     these describe no one model."""
@@ -236,6 +240,15 @@ def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, 
             "\n".join([f"the parents make no model with the config.json of {base.path}", *faults])
         )
     held = base.documents
+    for ckpt in made:
+        for key in ADAPTER_SCALES:
+            ours, theirs = (d.get("adapter_config.json") or {} for d in (held, ckpt.documents))
+            if isinstance(ours, dict) and isinstance(theirs, dict) and ours.get(key) != theirs.get(key):
+                raise CheckpointError(
+                    f"{base.path} is an adapter with {key} = {ours.get(key)!r}, {ckpt.path} one with "
+                    f"{theirs.get(key)!r}: sums of their factors are no sums of what they add to a model. Take sums of "
+                    "virtual.lora(base, adapter)"
+                )
     return held.edited("config.json", bytes, list(notes)) if notes and isinstance(held, Documents) else held
 
 
@@ -283,10 +296,10 @@ class Arithmetic(Node):
         base = made[self.base]
         documents = _of_one_model(base, made)
         arrays: dict[str, Any] = {}
-        places, known = [c.path for c in made], dict[str, Any]()
+        places, known, named = [c.path for c in made], dict[str, Any](), dict[str, Any]()
         for name in base:
             parts = tuple(c[name].tensor for c in made)
-            sums = working_dtype(base[name].dtype) is not None
+            sums = working_dtype(base[name].dtype) is not None and not is_coordinate(name, parts[self.base], named)
             if sums or self.integers == "equal":
                 refuse_packed(name, parts, places, sums, known)
             if not sums:

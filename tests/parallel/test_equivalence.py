@@ -182,8 +182,8 @@ def test_split_equals_unsplit_many_times(gpus, device):
 
             @settings(bounded, max_examples=40 if device else 160)
             @given(data=st.data())
-            def sample(data, name=name):
-                split_equals_unsplit(name, data, draw_mesh(data, device))
+            def sample(data):
+                split_equals_unsplit(name, data, draw_mesh(data, device))  # noqa: B023 (it is called at once)
 
             sample()
 

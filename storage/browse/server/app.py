@@ -65,6 +65,8 @@ class Server:
     ) -> None:
         from .handlers import Access
 
+        if token == "":
+            raise CheckpointError("the token is empty, which keeps nobody out: give another, or none to have one made")
         local = is_loopback(host)
         self.site = Site(paths)
         self.host = host
