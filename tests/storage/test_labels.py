@@ -242,12 +242,16 @@ def test_sums_keep_what_their_parents_say_alike(tmp_path):
     got = seen(mean)
     assert got.v.attrs == {"units": "K", "place": "Bern"}
     np.testing.assert_array_equal(got.time.values, DAY + np.arange(3) * np.timedelta64(1, "D"))
-    delta = virtual.difference(*paths)
-    units = {k: v for k, v in delta["time"].attributes.items() if k != "_FillValue"}
-    assert units == {"units": "days"}  # a difference of times is none
-    again = virtual.add(paths[0], delta)
+    again = virtual.add(paths[0], virtual.difference(*paths))  # coordinates stay
     np.testing.assert_array_equal(seen(again).time.values, got.time.values)
-    assert virtual.weighted_sum(paths, [1, 1])["time"].attributes["units"] == "days"
+    when = [virtual.with_rules(p, "time -> when") for p in paths]  # times that are none
+    delta = virtual.difference(*when)
+    units = {k: v for k, v in delta["when"].attributes.items() if k != "_FillValue"}
+    assert units == {"units": "days"}  # a difference of times is none
+    again = virtual.add(when[0], delta)
+    assert again["when"].attributes["units"] == when[0]["when"].attributes["units"]
+    np.testing.assert_array_equal(again["when"][...], when[0]["when"][...])
+    assert virtual.weighted_sum(when, [1, 1])["when"].attributes["units"] == "days"
     report = convert(mean, tmp_path / "out", format="zarr")
     assert any("v (long_name)" in n for n in report.notes)
 
