@@ -108,9 +108,8 @@ def _svdvals(xp: Any, x: Any) -> Any:
 
 def _adjugate(xp: Any, x: Any) -> Any:
     """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
-    if (
-        xp is np and not (finite := np.isfinite(x).all(axis=(-2, -1), keepdims=True)).all()
-    ):  # of which LAPACK has no SVD
+    # LAPACK has no SVD of what is not finite.
+    if xp is np and not (finite := np.isfinite(x).all(axis=(-2, -1), keepdims=True)).all():
         return np.where(finite, _adjugate(xp, np.where(finite, x, 0)), np.nan).astype(x.dtype, copy=False)
     u, s, vh = _called(xp, "svd", x.astype(wide(x.dtype), copy=False))
     n = x.shape[-1]

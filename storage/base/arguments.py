@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
+
+
+def whole_number(what: str, value: Any) -> int:
+    """An integer of any kind as Python's; ``what`` begins the error."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise CheckpointError(f"{what} is a whole number, got {value!r:.40}") from None
 
 
 def check_positive(**given: Any) -> None:

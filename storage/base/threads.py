@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -84,9 +84,9 @@ def in_threads(
 
     with ThreadPoolExecutor(count, thread_name_prefix="meshtape-io") as pool:
         # In the context of the caller, as if they did the work themselves.
-        futures = []
+        futures: list[Future[None]] = []  # also those before one that cannot begin
         try:
-            futures += [pool.submit(copy_context().run, take) for _ in range(count)]
+            futures.extend(pool.submit(copy_context().run, take) for _ in range(count))
         except RuntimeError:  # the system has no more threads for us: this one does the work
             take()
         for future in futures:

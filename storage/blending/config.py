@@ -160,7 +160,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
 
     if isinstance(config, Mapping):
         parsed, where = config, "configuration"
-        text = yaml.safe_dump(_plain(config), sort_keys=False)
+        plain = _plain(config)
+        text = yaml.safe_dump(plain, sort_keys=False)
     else:
         if not isinstance(config, (str, os.PathLike)):
             raise CheckpointError(f"a configuration is a YAML file, its text, or a dict; got {config!r:.80}")
@@ -176,7 +177,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
                 raise CheckpointError(f"{text:.200} is no file of a configuration that can be read") from None
         try:
             parsed = _parsed(text)
-            _plain(parsed)  # what holds itself has no end
+            plain = _plain(parsed)  # what holds itself has no end
         except RecursionError:
             raise CheckpointError(f"{where} is no configuration: it holds itself, or is too deeply nested") from None
         except (yaml.YAMLError, ValueError) as e:  # ValueError: an integer of thousands of digits
@@ -187,7 +188,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
     out = _config(parsed, text, problems)
     problems.refuse(where)
     assert out is not None
-    return replace(out, said=_plain(parsed))
+    return replace(out, said=plain)
 
 
 def _parsed(text: str) -> Any:

@@ -345,7 +345,7 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     apart = (f"{inner}/", f"{inner}.") if inner not in ("", target) else ()
     if isinstance(held := ckpt.generation, Listed):
         return replace(held, apart=apart)
-    virtual = bool(held.tags) and ckpt.path.startswith(f"{icechunk_store.SCHEME}://")  # a snapshot itself stays
+    virtual = bool(held.tags) and icechunk_store.is_versioned(ckpt.path)  # a snapshot itself stays
     if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held
     listed = Listed.now(ckpt.path, apart=apart)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...arrays.core.errors import CheckpointError, StoreError
-from ..stores import atomic_directory, owners, store
+from ..stores import atomic_directory, icechunk_store, owners, store
 from ..stores.contract import listed
 from ..stores.filesystem import try_lock
 from . import object_commit
@@ -119,7 +119,7 @@ def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = N
     [True]
     """
     where = store.location(directory)
-    if where.startswith(f"{store.icechunk_store.SCHEME}://"):
+    if icechunk_store.is_versioned(where):
         raise CheckpointError(f"{where}: icechunk collects its garbage itself: Repository.garbage_collect(older_than)")
     if store.is_url(where):
         return [x for place in (where, *places(where)) for x in _stored(place, older_than)]

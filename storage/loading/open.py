@@ -133,7 +133,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
 
 def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
-    if root.startswith(f"{icechunk_store.SCHEME}://"):
+    if icechunk_store.is_versioned(root):
         return _open_zarr(icechunk_store.pinned(root), verify)
     if stores.is_url(root):
         if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth", ".json")):
@@ -478,7 +478,7 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         raise
     except Exception as e:
         raise refused(f"{root}: zarr cannot open it: {e}") from e
-    versioned = root.startswith(f"{icechunk_store.SCHEME}://")
+    versioned = icechunk_store.is_versioned(root)
     if versioned:
         icechunk.look_at_files(root)
     ours = GROUP_ATTRIBUTE in attributes and isinstance(node, zarr.Group)  # of an array it says the true dtype

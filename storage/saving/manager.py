@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
 import time
 import warnings
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, MeshtapeError, NotACheckpoint
 from ...arrays.core.formatting import DRAWINGS
+from ..base.arguments import whole_number
 from ..base.page import Page
 from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
@@ -29,15 +29,6 @@ from .background import SaveHandle
 from .dual import is_dual
 from .rebase import copies, release
 from .save import SaveReport, save, save_async
-
-
-def _whole(what: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise CheckpointError(f"{what} is a whole number, got {value!r:.40}") from None
 
 
 def _number(what: str, value: Any) -> float:
@@ -131,7 +122,7 @@ class CheckpointManager:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
         numbers |= {"anchor_every": anchor_every}
         for name, value in numbers.items():
-            if (value is not None or name == "keep_best") and _whole(name, value) < 1:
+            if (value is not None or name == "keep_best") and whole_number(name, value) < 1:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
         if every_minutes is not None and not _number("every_minutes", every_minutes) > 0:
             raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
@@ -162,7 +153,7 @@ class CheckpointManager:
 
     def path(self, step: int) -> str:
         """The path of the checkpoint of a step, which need not exist."""
-        step = _whole("a step", step)
+        step = whole_number("a step", step)
         if step < 0:
             raise CheckpointError(f"a step cannot be negative, got {step}")
         return store.join(self.directory, numbered.name(step))
@@ -202,7 +193,7 @@ class CheckpointManager:
             A handle when ``asynchronous``; None when the save was skipped. The error of a background save is raised by
             the next call, or by `wait`.
         """
-        step = _whole("a step", step)
+        step = whole_number("a step", step)
         target = self.path(step)
         if self._running is not None:
             if self.when_busy == "skip" and not self._running.done():

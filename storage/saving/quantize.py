@@ -89,7 +89,7 @@ def quantize(
     >>> bool(np.abs(np.asarray(restored["m"]) - [[1.0, -2.0, 0.5]]).max() <= 1 / 127), times
     (True, 1)
     """
-    if bits not in tuple(LEVELS):
+    if bits not in tuple(LEVELS):  # of which a list can be asked
         raise CheckpointError(f"bits must be 8 or 4, got {bits!r}")
     if type(times) is not int or times < 0:
         raise CheckpointError(f"times is how often the state has been quantised, got {times!r:.80}")

@@ -8,7 +8,6 @@ of every array was written exactly once, adds the metadata and the manifest, and
 from __future__ import annotations
 
 import json
-import operator
 import os
 import socket
 import time
@@ -33,7 +32,7 @@ from ...arrays.core.errors import (
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
-from ..base.arguments import check_mappings
+from ..base.arguments import check_mappings, whole_number
 from ..base.leaves import taken
 from ..commit import contents
 from ..commit.anchor_lock import PATIENCE, locked
@@ -309,7 +308,7 @@ def save(
     kept: Any = {"documents": documents, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
     kept |= {"share": share, "layout": layout, "base": base}
     said: Any = {"step": step, "metadata": metadata}
-    if target.startswith(f"{icechunk_store.SCHEME}://"):
+    if icechunk_store.is_versioned(target):
         kept |= {"overwrite": overwrite or None}
         return _commit(target, tree, said, message, [name for name, value in kept.items() if value is not None])
     if message is not None:
@@ -391,7 +390,7 @@ def save_async(
     array([0., 0., 0.])
     """
     target = store.location(path)
-    if target.startswith(f"{icechunk_store.SCHEME}://"):
+    if icechunk_store.is_versioned(target):
         raise CheckpointError(f"{target}: a save into a repository is not made in the background; call save")
     finish_earlier(target)
     prepared = _Save(target, tree, options)
@@ -432,10 +431,7 @@ class _Save:
             item.raw = raw
         about = {} if given.get("metadata") is None else given["metadata"]
         check_mappings(metadata=about)
-        try:
-            step = None if given.get("step") is None else operator.index(given["step"])
-        except TypeError:
-            raise CheckpointError(f"step is a whole number, got {given['step']!r:.80}") from None
+        step = None if given.get("step") is None else whole_number("step", given["step"])
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
         kept = manifest.decode_json(manifest.encode_json(dict(about), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)

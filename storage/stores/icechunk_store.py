@@ -34,6 +34,11 @@ VIRTUAL = ";virtual_chunks="  # behind PLACE: URLs between commas, quoted
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
 
+def is_versioned(root: str) -> bool:
+    """Whether a location lies in a repository."""
+    return root.startswith(f"{SCHEME}://")
+
+
 def divide(root: str) -> tuple[str, str, str]:
     """(place, branch or tag or snapshot, node) of a location.
 

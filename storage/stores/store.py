@@ -123,7 +123,7 @@ def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):
         return _local_at(root)
-    if root.startswith(f"{icechunk_store.SCHEME}://"):
+    if icechunk_store.is_versioned(root):
         return icechunk_store.IcechunkStore(root)
     if root.partition("://")[0] not in SCHEMES:
         return FsspecStore(root)

@@ -51,11 +51,11 @@ def held_attributes(
     return {n: text for n, text in found.items() if text}, group
 
 
-def _stored(tensor: Any, known: dict[str, Any]) -> Labels:
-    """The labels of a stored tensor; ``known`` keeps the metadata of checkpoints of ours, or what they say."""
+def _stored(tensor: Any, known: dict[str, Any], keys: Sequence[str] = ()) -> Labels:
+    """The labels of a stored tensor; ``known`` and ``keys`` as in `_nodes`."""
     if not isinstance(tensor, ChunkedTensor):
         return given(tensor)
-    node = _nodes(tensor.root, known).get(tensor.directory, "")
+    node = _nodes(tensor.root, known, keys).get(tensor.directory, "")
     return given(tensor, node if isinstance(node, str) else said_of(node, tensor.name))
 
 
@@ -64,10 +64,7 @@ def is_coordinate(name: str, tensor: Any, known: dict[str, Any]) -> bool:
     conventions, section 5; NUG). ``known`` keeps what the checkpoints of parts say of their arrays."""
     if len(tensor.shape) != 1:
         return False
-    for leaf in leaves(tensor):
-        if isinstance(leaf, ChunkedTensor):
-            _nodes(leaf.root, known, ("dimension_names",))
-    dims = labels_of(tensor, partial(_stored, known=known)).dims
+    dims = labels_of(tensor, partial(_stored, known=known, keys=("dimension_names",))).dims
     return bool(dims) and dims[0] is not None and dims[0].name == re.split(r"[/.]", name)[-1]
 
 

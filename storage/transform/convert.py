@@ -398,8 +398,9 @@ def convert(
     if documents is not None and format == "dcp":
         raise CheckpointKeyError("a PyTorch checkpoint has no place for documents; leave out documents=")
     added = given(documents)
-    limit = 1 if max_shard_bytes is None else max_shard_bytes  # None is one file
-    check_positive(memory_limit=memory_limit, threads=threads, max_shard_bytes=limit)
+    check_positive(memory_limit=memory_limit, threads=threads)
+    if max_shard_bytes is not None:
+        check_positive(max_shard_bytes=max_shard_bytes)
     held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
     if format in ("safetensors", "dcp"):

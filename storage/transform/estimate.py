@@ -146,9 +146,10 @@ def estimate(
     >>> e.nbytes, e.ranks[0].parameters, e.ranks[0].optimizer, e.ranks[0].master
     (8192000, 2048000, 8192000, 4096000)
     """
-    if optimizer is not None and optimizer not in tuple(OPTIMIZERS):
+    if optimizer is not None and optimizer not in tuple(OPTIMIZERS):  # of which a list can be asked
         raise CheckpointError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
-    check_positive(max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
+    if max_shard_bytes is not None:
+        check_positive(max_shard_bytes=max_shard_bytes)
     codec = chosen(compression)
     choice = ShardingChoice(mesh, shardings)
     axes = tuple(choice.axes.items())

@@ -65,9 +65,9 @@ def stands_for(head: str, names: Iterable[str]) -> str | None:
     return next((n for n in names if n.endswith(TABLES[:-1]) and is_embedding(n)), None)
 
 
-def config_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of a Hugging Face model; nothing where there is none, or no JSON object."""
-    config = documents.get("config.json")
+def config_of(documents: Mapping[str, Any], file: str = "config.json") -> dict[str, Any]:
+    """The configuration of a Hugging Face model or adapter; nothing where there is none, or no JSON object."""
+    config = documents.get(file)
     return config if isinstance(config, dict) else {}
 
 

@@ -218,10 +218,6 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))
 
 
-ADAPTER_SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
-"""Entries of an adapter's configuration with which equal factors add other things to a model."""
-
-
 def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, Any]:
     """The documents of the base, with notes of what others say of the computation. Raises `CheckpointShapeError` where
     these describe no one model."""
@@ -240,16 +236,18 @@ def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, 
             "\n".join([f"the parents make no model with the config.json of {base.path}", *faults])
         )
     held = base.documents
-    for ckpt in made:
-        for key in ADAPTER_SCALES:
-            ours, theirs = (d.get("adapter_config.json") or {} for d in (held, ckpt.documents))
-            if isinstance(ours, dict) and isinstance(theirs, dict) and ours.get(key) != theirs.get(key):
-                raise CheckpointError(
-                    f"{base.path} is an adapter with {key} = {ours.get(key)!r}, {ckpt.path} one with "
-                    f"{theirs.get(key)!r}: sums of their factors are no sums of what they add to a model. Take sums of "
-                    "virtual.lora(base, adapter)"
-                )
     return held.edited("config.json", bytes, list(notes)) if notes and isinstance(held, Documents) else held
+
+
+def _check_scales(made: Sequence[Checkpoint]) -> None:
+    """Raise where factors of adapters would be added that stand for other products."""
+    configs = [config_of(c.documents, "adapter_config.json") for c in made]
+    for ckpt, config in zip(made, configs, strict=True):
+        for key, (ours, theirs) in fitting.of_scales(configs[0], config):
+            raise CheckpointError(
+                f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "
+                "factors are no sums of what they add to a model. Take sums of virtual.lora(base, adapter)"
+            )
 
 
 def agreed(name: str, parts: Sequence[Any], integers: str, places: Sequence[str], call: str) -> Any:
@@ -294,6 +292,7 @@ class Arithmetic(Node):
         for ckpt in made:
             refuse_scaled(ckpt)
         base = made[self.base]
+        _check_scales(made)
         documents = _of_one_model(base, made)
         arrays: dict[str, Any] = {}
         places, known, named = [c.path for c in made], dict[str, Any](), dict[str, Any]()

@@ -17,6 +17,8 @@ _ELSE = re.compile(
 )
 """Entries of ``config.json`` without a part in what layers compute."""
 
+_SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
+
 
 def entries(config: Mapping[str, Any], each: bool) -> dict[str, Any]:
     """What a configuration says of the computation of all layers alike, and of ``each``."""
@@ -61,6 +63,11 @@ def sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[
         for k in sorted(ours.keys() & theirs.keys())
         if type(ours[k]) is type(theirs[k]) is int and ours[k] != theirs[k] and not k.endswith("_id")
     )
+
+
+def of_scales(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Entries of two ``adapter_config.json`` with which equal factors add other things to a model."""
+    return ((k, (ours.get(k), theirs.get(k))) for k in _SCALES if ours.get(k) != theirs.get(k))
 
 
 def told(found: Iterable[tuple[str, tuple[Any, Any]]]) -> str:
