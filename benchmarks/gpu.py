@@ -28,9 +28,12 @@ import time
 
 START = time.time()
 
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take three quarters of the memory
+
 import argparse
 import json
-import os
 import statistics
 import sys
 import threading

@@ -38,6 +38,7 @@ class Torch:
     def prepare(self, meter: Meter, run_all: Callable[[int], Any], sets: int) -> Timed:
         """``run_all(n)`` makes n calls. Capture is PyTorch's own: its memory and its autograd know of it."""
         torch, side = self.torch, self.torch.cuda.Stream()
+        before = torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -53,6 +54,7 @@ class Torch:
             with torch.cuda.graph(graph, stream=side):
                 run_all(n)
         except Exception:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own, where no event of ours is
             torch.cuda.synchronize()
             return meter.behind_spin(lambda: run_all(n), n)
         return Timed(lambda: meter.between(graph.replay)[0] / n, "graph")

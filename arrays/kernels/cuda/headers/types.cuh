@@ -73,10 +73,13 @@ __device__ inline float16 narrow<float16, float>(float x)
 template <>
 __device__ inline bfloat16 narrow<bfloat16, float>(float x)
 {
-    u32 b = __float_as_uint(x);
     bfloat16 y;
-    // By integers, because the instruction exists from compute capability 8.0 on only. NaN must not round to infinity.
+#if defined(EMULATED) || __CUDA_ARCH__ < 800
+    const u32 b = __float_as_uint(x);  // NaN must not round to infinity
     y.bits = (b & 0x7fffffffu) > 0x7f800000u ? (unsigned short)0x7fff : (unsigned short)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#endif
     return y;
 }
 
