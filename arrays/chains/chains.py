@@ -1,9 +1,11 @@
 """Elementwise chains as one CUDA kernel each, which is generated.
 
 For each chain, and for each way in which its operands lie in memory, a kernel is written, compiled once (CuPy keeps it
-on disk) and started on the current stream. Operands that are whole and without gaps are read in vectors where their
-addresses allow it; others through their strides, so that broadcasting and transposition cost no copy. Offsets have 64
-bits.
+on disk) and started on the current stream. Operands whose elements follow each other, all or along the last dimension,
+are read in vectors where their addresses allow it; others through their strides, so that broadcasting and transposition
+cost no copy. Offsets have 64 bits.
+
+A large call of a single op is such a kernel, too: CuPy's own take elements one by one.
 """
 
 from __future__ import annotations
@@ -12,38 +14,37 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.array import Array
 from ..core.devices import use_device
 from ..core.dispatch import apply, wrap
-from ..core.op import ShapeDtype, not_recording, op_named, recording
+from ..core.op import Op, ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
 
 THREADS = 256
-LANES = 4
-"""Elements that a thread has in hand at once."""
 BLOCKS_EACH = 16
 """Blocks for each multiprocessor: enough to hide the latency of memory, few enough that starting them costs nothing."""
+LARGE = 1 << 20
+"""Elements of a result from which an op by itself is a kernel of ours: CuPy's take as long for a number of one byte as
+of eight (320 microseconds for 2**26 on an H200, where the memory allows 95 in bfloat16), but are started sooner."""
 
-FULL, ONE, STRIDED = "full", "one", "strided"
-"""Layouts of an operand: that of the result, a single element, or any other."""
+FULL, ONE, LINE, HELD, STRIDED = "full", "one", "line", "held", "strided"
+"""Layouts of an operand beside the result: alike, a single element, of neighbours or of one element along the last
+dimension, or any other."""
 
 
-def layout_of(array: Any, shape: tuple[int, ...]) -> str:
-    """The layout of an operand beside a result of ``shape``.
+class Layout(NamedTuple):
+    """How operands lie beside a result whose elements follow each other."""
 
-    >>> import numpy as np
-    >>> layout_of(np.ones((2, 3)), (2, 3)), layout_of(np.ones(1), (2, 3)), layout_of(np.ones(3), (2, 3))
-    ('full', 'one', 'strided')
-    """
-    if array.size == 1:
-        return ONE
-    return FULL if tuple(array.shape) == shape and array.flags.c_contiguous else STRIDED
+    order: tuple[int, ...]  # of the dimensions of the result in memory, the slowest first
+    sizes: tuple[int, ...]  # of the dimensions that are left where neighbours are joined
+    kinds: tuple[str, ...]
+    steps: tuple[tuple[int, ...], ...]  # in elements along each such dimension; 0 where an operand repeats
 
 
 def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,18 +54,79 @@ def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * lead + own
 
 
-def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int = 1) -> str:
-    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads
-    vectors.
+def layout_of(arrays: Sequence[Any], shape: tuple[int, ...], ordered: bool = False) -> Layout:
+    """The layout of operands beside a result of ``shape``, which is in C order where it is ``ordered``; else in that of
+    the first operand of its shape.
+
+    >>> import numpy as np
+    >>> layout_of([np.ones((2, 3)), np.ones(1), np.ones(3), np.ones((2, 1))], (2, 3)).kinds
+    ('full', 'one', 'line', 'held')
+    >>> layout_of([np.ones((3, 2)).T, np.ones((2, 3))], (2, 3))
+    Layout(order=(1, 0), sizes=(3, 2), kinds=('full', 'strided'), steps=((2, 1), (1, 3)))
+    """
+    if all(a.size == 1 or (a.shape == shape and a.flags.c_contiguous) for a in arrays):
+        kinds = tuple([ONE if a.size == 1 else FULL for a in arrays])
+        return Layout(tuple(range(len(shape))), (math.prod(shape),), kinds, ((),) * len(arrays))
+    return _layout(tuple([strides_of(a, shape) if a.size != 1 else None for a in arrays]), tuple(shape), ordered)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(strides: tuple[tuple[int, ...] | None, ...], shape: tuple[int, ...], ordered: bool) -> Layout:
+    order = tuple(range(len(shape)))
+    for s in () if ordered else strides:
+        if s is not None and all(step > 0 for step, n in zip(s, shape, strict=True) if n > 1):
+            long = [d for d in order if shape[d] > 1]
+            found = sorted(long, key=lambda d: -s[d])
+            if found != long:
+                order = (*[d for d in order if shape[d] == 1], *found)
+            break
+    given = [s for s in strides if s is not None]
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in given]
+    for d in order:
+        if shape[d] == 1:
+            continue
+        if sizes and all(own[-1] == s[d] * shape[d] for own, s in zip(steps, given, strict=True)):
+            sizes[-1] *= shape[d]
+            for own, s in zip(steps, given, strict=True):
+                own[-1] = s[d]
+        else:
+            sizes.append(shape[d])
+            for own, s in zip(steps, given, strict=True):
+                own.append(s[d])
+    whole = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    operands: list[tuple[str, tuple[int, ...]]] = []
+    rest = iter(steps)
+    for s in strides:
+        own = None if s is None else next(rest)
+        if own is None or own == whole:
+            operands.append((ONE if own is None else FULL, ()))
+        else:
+            operands.append(({1: LINE, 0: HELD}.get(own[-1], STRIDED), tuple(own)))
+    return Layout(order, tuple(sizes), tuple([kind for kind, _ in operands]), tuple([own for _, own in operands]))
+
+
+def lanes_of(group: FusedRun, program: Program) -> int:
+    """Elements that a thread has in hand at once: 16 bytes of floats of two."""
+    return 8 if min(program.avals[v].dtype.itemsize for v in (*group.inputs, *group.outputs)) <= 2 else 4
+
+
+_SHORT_FLOATS = ("float16", "bfloat16")
+
+
+def source(
+    group: FusedRun, program: Program, kinds: Sequence[str], ndim: int = 1, small: bool = True, count: int = 1
+) -> str:
+    """CUDA C++ of the kernel ``fused`` for operands of these layouts, beside a result of ``ndim`` dimensions whose
+    elements are ``small`` in number where 32 bits count them: a template over whether it reads vectors.
 
     With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own. A group
     that ends with a sum gives one of each block.
     """
-    total = code.sums_all(group.entries[-1], program)
+    total, lanes = code.sums_all(group.entries[-1], program), lanes_of(group, program)
     types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
     held = [code.register_type(program.avals[v].dtype) for v in group.inputs]
     results = [launch.NAMES[program.avals[v].dtype] for v in group.outputs]
-    ndim = len(group.shape)
     name = {v: f"x{i}" for i, v in enumerate(group.inputs)}
 
     body = []
@@ -77,7 +139,7 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
     if total:
         body.append(f"    y0 += {name[group.entries[-1].inputs[0]]};")
     for k, v in enumerate(() if total else group.outputs):
-        short = results[k] in ("float16", "bfloat16")
+        short = results[k] in _SHORT_FLOATS
         body.append(f"    y{k} = {f'narrow<{results[k]}>({name[v]})' if short else f'({results[k]}){name[v]}'};")
 
     element = ", ".join([f"{h} x{i}" for i, h in enumerate(held)] + [f"{r}& y{k}" for k, r in enumerate(results)])
@@ -89,52 +151,60 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
         lines = [f"    {t} {v} = {v}_0;" for t, v in own] + ["    switch (blockIdx.y) {"]
         lines += [f"    case {j}: {' '.join(f'{v} = {v}_{j};' for _, v in own)} break;" for j in range(1, count)]
         lines.append("    }")
-    strided = [i for i, how in enumerate(layouts) if how == STRIDED]
-    if strided:
-        parameters += [f"i64 n{d}" for d in range(1, ndim)] + [f"i64 s{i}_{d}" for i in strided for d in range(ndim)]
+    placed = [i for i, how in enumerate(kinds) if how not in (FULL, ONE)]
+    if placed:
+        parameters += [f"i64 n{d}" for d in range(1, ndim)] + [f"i64 s{i}_{d}" for i in placed for d in range(ndim)]
+    counted = "u32" if small else "i64"  # a division of 32 bits costs a quarter of one of 64
 
     def load(i: int, place: str) -> str:
         read = f"in{i}[{place}]"
-        return f"wide({read})" if types[i] in ("float16", "bfloat16") else read
+        return f"wide({read})" if types[i] in _SHORT_FLOATS else read
 
-    lines += [f"    const {held[i]} one{i} = {load(i, '0')};" for i, how in enumerate(layouts) if how == ONE]
+    def coordinates(last: str, scale: str) -> list[str]:
+        """Of element ``i``, or of the first one of a vector; the last dimension has ``last`` of them."""
+        out = [f"{counted} rest = ({counted})i;"] if placed else []
+        for d in range(ndim - 1 if placed else 0, 0, -1):
+            n = last if d == ndim - 1 else f"({counted})n{d}"
+            out += [f"const i64 c{d} = (i64)(rest % {n}){scale if d == ndim - 1 else ''};", f"rest /= {n};"]
+        if placed:
+            out.append(f"const i64 c0 = (i64)rest{scale if ndim == 1 else ''};")
+        out += [f"const i64 at{i} = " + " + ".join(f"c{d} * s{i}_{d}" for d in range(ndim)) + ";" for i in placed]
+        return [" " * 8 + line for line in out]
+
+    lines += [f"    const {held[i]} one{i} = {load(i, '0')};" for i, how in enumerate(kinds) if how == ONE]
     lines += [
         "    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x;",
         "    const i64 step = (i64)gridDim.x * blockDim.x;",
         "    i64 done = 0;",
         *([f"    {results[0]} sum = 0;"] if total else []),
+        "    if (VECTORS) {",
+        f"        done = n / {lanes} * {lanes};",
+        f"        for (i64 i = first; i < n / {lanes}; i += step) {{",
     ]
-    if not strided:
-        lines += [
-            "    if (VECTORS) {",
-            f"        done = n / {LANES} * {LANES};",
-            f"        for (i64 i = first; i < n / {LANES}; i += step) {{",
-        ]
-        for i, how in enumerate(layouts):
-            if how == FULL:
-                vector = f"Vector<{types[i]}, {LANES}>"
-                lines.append(f"            const {vector} a{i} = reinterpret_cast<const {vector}*>(in{i})[i];")
-        stored = [] if total else list(enumerate(results))
-        lines += [f"            Vector<{r}, {LANES}> r{k};" for k, r in stored]
-        args = []
-        for i, how in enumerate(layouts):
-            at = f"a{i}.at[k]"
-            args.append(f"one{i}" if how == ONE else f"wide({at})" if types[i] in ("float16", "bfloat16") else at)
-        args += [f"r{k}.at[k]" for k, _ in stored] or ["sum"]
-        lines += ["#pragma unroll", f"            for (int k = 0; k < {LANES}; ++k) element({', '.join(args)});"]
-        lines += [f"            reinterpret_cast<Vector<{r}, {LANES}>*>(out{k})[i] = r{k};" for k, r in stored]
-        lines += ["        }", "    }"]
-    lines.append("    for (i64 i = done + first; i < n; i += step) {")
-    if strided:
-        lines.append("        i64 rest = i;")
-        for d in range(ndim - 1, 0, -1):
-            lines.append(f"        const i64 c{d} = rest % n{d};")
-            lines.append(f"        rest /= n{d};")
-        lines.append("        const i64 c0 = rest;")
+    lines += ["    " + line for line in coordinates(f"(({counted})n{ndim - 1} / {lanes})", f" * {lanes}")]
     args = []
-    for i, how in enumerate(layouts):
-        place = "i" if how == FULL else " + ".join(f"c{d} * s{i}_{d}" for d in range(ndim))
-        args.append(f"one{i}" if how == ONE else load(i, place))
+    for i, how in enumerate(kinds):
+        word = f"a{i}.at[k]"
+        if how in (FULL, LINE):
+            place = f"i * {lanes}" if how == FULL else f"at{i}"
+            lines.append(f"            const auto a{i} = vector_at<{lanes}>(in{i} + {place});")
+            word = f"wide({word})" if types[i] in _SHORT_FLOATS else word
+        elif how == HELD:
+            lines.append(f"            const {held[i]} a{i} = {load(i, f'at{i}')};")
+            word = f"a{i}"
+        else:
+            word = f"one{i}" if how == ONE else load(i, f"at{i} + k * s{i}_{ndim - 1}")
+        args.append(word)
+    stored = [] if total else list(enumerate(results))
+    lines += [f"            Vector<{r}, {lanes}> r{k};" for k, r in stored]
+    args += [f"r{k}.at[k]" for k, _ in stored] or ["sum"]
+    lines += ["#pragma unroll", f"            for (int k = 0; k < {lanes}; ++k) element({', '.join(args)});"]
+    lines += [f"            store_vector<{lanes}>(out{k} + i * {lanes}, r{k});" for k, _ in stored]
+    lines += ["        }", "    }", "    for (i64 i = done + first; i < n; i += step) {"]
+    lines += coordinates(f"({counted})n{ndim - 1}", "")
+    args = []
+    for i, how in enumerate(kinds):
+        args.append(f"one{i}" if how == ONE else load(i, "i" if how == FULL else f"at{i}"))
     args += ["sum"] if total else [f"out{k}[i]" for k in range(len(results))]
     lines += [f"        element({', '.join(args)});", "    }"]
     if total:
@@ -161,16 +231,17 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
 def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     """The group as a function of its input buffers that returns its output buffers, made by one kernel.
 
-    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`.
+    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`. Results lie in
+    memory as the first operand of their shape does.
     """
     members = group.members or (group,)
-    first, shape, count = members[0], members[0].shape, len(members)
+    first, shape, count = members[0], tuple(members[0].shape), len(members)
     reads, writes = len(first.inputs), len(first.outputs)
     sizes = [math.prod(m.shape) for m in members]
-    size = max(sizes)
+    size, lanes = max(sizes), lanes_of(first, program)
     results = [program.avals[v] for v in group.outputs]
     total = code.sums_all(first.entries[-1], program)
-    files: dict[tuple[str, ...], str] = {}
+    files: dict[tuple[Any, ...], str] = {}
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Callable[..., Exception] | None = None) -> list[Any]:
         try:
@@ -180,41 +251,69 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 raise
             raise failed(e, group.entries) from e
 
+    def vectors_of(address: int, itemsize: int, kind: str, steps: Sequence[int]) -> bool:
+        """Whether each vector of an operand is one that the device can load."""
+        whole = min(16, itemsize * lanes) // itemsize
+        return address % (whole * itemsize) == 0 and (kind == FULL or all(s % whole == 0 for s in steps[:-1]))
+
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
+        if size and (count > 1 or total):
+            inputs = [launch.contiguous(a) for a in inputs]
+        ordered = count > 1 or total or any(o is not None for o in into)
+        layout = layout_of(inputs[:reads], shape, ordered)
         if total:
-            blocks = _blocks(runner, size, LANES)
+            blocks = _blocks(runner, size, lanes)
             partial = runner.xp.empty((count, blocks), results[0].dtype)
             outputs = list(partial)
         else:
-            outputs = [runner.xp.empty(*a) if o is None else o for o, a in zip(into, results, strict=True)]
+            made = [
+                _in_order(runner.xp, *a, layout.order) if o is None else o for o, a in zip(into, results, strict=True)
+            ]
+            outputs = list(made)
         if size == 0:
             return outputs
-        if count > 1 or total:
-            inputs = [launch.contiguous(a) for a in inputs]
-        layouts = tuple(layout_of(a, shape) for a in inputs[:reads])
-        file = files.get(layouts)
-        if file is None:
-            file = files[layouts] = _generated(source(first, program, layouts, count))
+        kinds, placed = list(layout.kinds), any(how not in (FULL, ONE) for how in layout.kinds)
+        vectors = not placed or layout.sizes[-1] % lanes == 0
         arguments: list[Any] = []
-        vectors = STRIDED not in layouts
         for j, n in enumerate(sizes):
             own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
             addresses = [runner.address(a) for a in own]
-            whole = [p for p, how in zip(addresses, layouts + (FULL,) * writes, strict=True) if how == FULL]
-            vectors = vectors and all(p % 16 == 0 for p in whole)
+            for k, (a, p) in enumerate(zip(own, addresses, strict=True)):
+                kind = kinds[k] if k < reads else FULL
+                if kind in (FULL, LINE) and not vectors_of(
+                    p, a.dtype.itemsize, kind, layout.steps[k] if k < reads else ()
+                ):
+                    if kind == FULL:
+                        vectors = False
+                    else:
+                        kinds[k] = STRIDED
             arguments += [np.int64(n), *map(np.uint64, addresses)]
-        if STRIDED in layouts:
-            arguments += map(np.int64, shape[1:])
-            for a, how in zip(inputs, layouts, strict=True):
-                if how == STRIDED:
-                    arguments += map(np.int64, strides_of(a, shape))
+        # Elements are counted up to a step beyond the last one; places in an operand have 64 bits.
+        small = size < 1 << 31
+        key = (*kinds, len(layout.sizes), small) if placed else tuple(kinds)
+        file = files.get(key)
+        if file is None:
+            text = source(first, program, kinds, len(layout.sizes) if placed else 1, small or not placed, count)
+            file = files[key] = _generated(text)
+        if placed:
+            arguments += map(np.int64, layout.sizes[1:])
+            arguments += [
+                np.int64(s) for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own
+            ]
         if not total:
-            blocks = _blocks(runner, size, LANES if vectors else 1)
+            blocks = _blocks(runner, size, lanes if vectors else 1)
         runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
         return list(partial.sum(axis=1)) if total else outputs
 
     return run
+
+
+def _in_order(xp: Any, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Any:
+    """Memory of a result whose dimensions follow each other in this order."""
+    if len(order) < 2 or len(order) != len(shape) or order == tuple(range(len(order))):
+        return xp.empty(shape, dtype)
+    return xp.empty([shape[d] for d in order], dtype).transpose(np.argsort(order).tolist())
 
 
 def _blocks(runner: launch.Runner, size: int, each: int) -> int:
@@ -255,20 +354,22 @@ def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
         for i in range(0, len(alike), MOST_COPIES):
             some = alike[i : i + MOST_COPIES]
             vectors = all(p % 16 == 0 for _, *places in some for p in places)
-            blocks = _blocks(runner, max(n for n, _, _ in some), LANES if vectors else 1)
+            file, lanes = _copying(word, len(some))
+            blocks = _blocks(runner, max(n for n, _, _ in some), lanes if vectors else 1)
             columns = map(np.array, zip(*some, strict=True), (np.int64, np.uint64, np.uint64))
             arguments = [x for copy in zip(*columns, strict=True) for x in copy]
-            kernel = _copying(word, len(some)), launch.named("fused", vectors)
+            kernel = file, launch.named("fused", vectors)
             runner.launch(*kernel, (blocks, len(some), 1), (THREADS, 1, 1), arguments)
 
 
 @functools.cache
-def _copying(word: int, count: int) -> str:
-    """The file of a kernel that copies so many arrays of words of so many bytes."""
+def _copying(word: int, count: int) -> tuple[str, int]:
+    """The file of a kernel that copies so many arrays of words of so many bytes, and how many words at once."""
     aval = ShapeDtype((2,), np.dtype(f"i{word}"))
     entry = Entry(op_named("positive"), (0,), (1,), {})
     program = Program((0,), (entry,), (1,), {0: aval, 1: aval})
-    return _generated(source(FusedRun((entry,), (0,), (1,), aval.shape), program, (FULL,), count))
+    run = FusedRun((entry,), (0,), (1,), aval.shape)
+    return _generated(source(run, program, (FULL,), count=count)), lanes_of(run, program)
 
 
 # ----- functions of Arrays as one launch ------------------------------------------------------------------------------
@@ -387,3 +488,51 @@ def one_launch(name: str) -> Callable[..., Any]:
         return op_named(name).impl(launch.runner().xp, *bufs) if out is NotImplemented else out
 
     return call
+
+
+# ----- single ops of large arrays -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2048)
+def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: Any) -> Callable[..., Any] | None:
+    """One call of an elementwise op, as a kernel; None where it is small, or has no form in CUDA."""
+    avals = {i: a for i, a in enumerate(args) if type(a) is ShapeDtype}
+    shape = np.broadcast_shapes(*(a.shape for a in avals.values()))
+    if math.prod(shape) < LARGE:
+        return None
+    (out,) = op.avals(args, dict(params))
+    inputs = tuple([i if i in avals else Const(a) for i, a in enumerate(args)])
+    entry = Entry(op, inputs, (len(args),), dict(params))
+    program = Program(tuple(avals), (entry,), (len(args),), avals | {len(args): out})
+    if (out.dtype == args[0].dtype and op.name == "astype") or not code.expressible(entry, program):
+        return None
+    return executable(FusedRun((entry,), tuple(avals), (len(args),), shape), program)
+
+
+def of_large(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, CuPy's form of an elementwise op, but for large arrays: one kernel that reads vectors."""
+    array = launch.runner().xp.ndarray
+
+    def run(*bufs: Any, **params: Any) -> Any:
+        most = 1  # elements of a result, at least where the shapes are alike
+        for b in bufs:
+            if type(b) is array:
+                if b.size >= LARGE:
+                    break
+                most *= b.size
+        else:
+            if most < LARGE or getattr(bufs[0], "shape", None) == getattr(bufs[-1], "shape", ()):
+                return fn(*bufs, **params) if params else fn(*bufs)
+        args = [ShapeDtype(b.shape, b.dtype) if type(b) is array else b for b in bufs]
+        numbers = [b for b in args if type(b) is not ShapeDtype]
+        if not all(type(b) in (bool, int, float) for b in numbers):
+            return fn(*bufs, **params)
+        kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
+        if kernel is None:
+            return fn(*bufs, **params)
+        return kernel(*[b for b in bufs if type(b) is array])[0]
+
+    return run
+
+
+Op.of_large = of_large

@@ -108,6 +108,8 @@ class Op:
     """
 
     table: ClassVar[dict[str, Op]] = OPS
+    of_large: ClassVar[Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None] = None
+    """The form of elementwise ops for large arrays of CuPy, from the one for all; ``chains`` gives it."""
 
     name: str
     operands: tuple[str, ...]
@@ -155,6 +157,8 @@ class Op:
                     fn = _kernel_or_composed(special, fn)
             if key != "numpy":
                 fn = _with_dtypes_of_rule(self, fn)
+                if self.cuda is not None and special is None and self.view != "always" and Op.of_large is not None:
+                    fn = Op.of_large(self, fn)
             self._bound[key] = fn
         return fn
 

@@ -29,7 +29,7 @@ __device__ inline void prefetch(const T* row, i64 length)
 
 // y, and (ADD) the sum of x and residual, of which y is the norm.
 template <bool CENTER, bool ADD, class T, class G, int THREADS, int ITEMS, bool ENDS>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, ITEMS || sizeof(Wide<T>) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || (ITEMS && sizeof(T) > 2) ? 1 : 2)
     norm_forward(const T* x, const T* residual, const G* weight, const G* bias, G* y, T* total, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;

@@ -552,3 +552,78 @@ def test_copies_of_many_arrays_are_few_launches(place: Any, monkeypatch: pytest.
     monkeypatch.setattr(chains, "MOST_COPIES", 3)
     assert max(copied()) == 3
     assert sum(launches) == full
+
+
+# ----- single ops of large arrays -------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[str, tuple[int, ...]], np.ndarray]] = {
+    "full": values,
+    "turned": lambda d, s: values(d, (s[2], s[0], s[1])).transpose(1, 2, 0),
+    "turned further": lambda d, s: values(d, s[::-1]).transpose(2, 1, 0),
+    "row": lambda d, s: values(d, s[2:]),
+    "matrix": lambda d, s: values(d, s[1:]),
+    "held": lambda d, s: values(d, (s[0], s[1], 1)),
+    "held in the middle": lambda d, s: values(d, (s[0], 1, s[2])),
+    "cut": lambda d, s: values(d, (s[0], s[1], s[2] + 3))[..., 1:-2],
+    "each second": lambda d, s: values(d, (s[0], s[1], 2 * s[2]))[..., ::2],
+    "backwards": lambda d, s: values(d, s)[:, ::-1, ::-1],
+    "one": lambda d, s: np.asarray(values(d, 4)[0]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(3, 4, 16), (2, 5, 7)])
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
+    first: str, shape: tuple[int, ...], dtype: str, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are NumPy's to the bit; a result lies in memory as the first operand of its shape."""
+    monkeypatch.setattr(chains, "LARGE", 1)
+    chains._single.cache_clear()
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("not a kernel of ours")
+
+    x = LAYOUTS[first](dtype, shape)
+    for second in ("full", "turned", "row", "held", "cut", "one"):
+        y = LAYOUTS[second](dtype, shape)
+        x, y = (place(a) if a.flags.c_contiguous else a for a in (x, y))
+        for op in (mt.OPS["add"], mt.OPS["greater"]):
+            with np.errstate(all="ignore"):
+                want = op.numpy(x, y)
+            if want.size <= 1:
+                continue
+            got = chains.of_large(op, never)(x, y)
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+    whole = next((a for a in (x, y) if a.shape == shape), None)
+    if first in ("turned", "turned further"):
+        assert (
+            np.argsort([-s for s in chains.of_large(mt.OPS["add"], never)(x, x).strides]).tolist()
+            == np.argsort([-s for s in whole.strides]).tolist()
+        )
+    chains._single.cache_clear()
+
+
+@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("int8", "float16")])
+def test_a_large_cast_is_one_kernel(source: str, target: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "LARGE", 1)
+    chains._single.cache_clear()
+    x, d = place(values(source, (6, 40))), mt.arrays.core.dtypes.parse(target)
+    got = chains.of_large(mt.OPS["astype"], None)(x, dtype=d)
+    want = mt.astype(mt.asarray(x), d).numpy()
+    assert got.dtype == d
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+    chains._single.cache_clear()
+
+
+def test_calls_that_no_kernel_serves_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "LARGE", 1)
+    kept: list[Any] = []
+    run = chains.of_large(mt.OPS["add"], lambda *a: kept.append(a))
+    run(np.ones(8, np.complex64), np.ones(8, np.complex64))
+    run(np.ones(8), 1j)
+    monkeypatch.setattr(chains, "LARGE", 1000)
+    run(np.ones(8), np.ones(8))
+    assert len(kept) == 3
+    chains._single.cache_clear()
