@@ -4,8 +4,6 @@ For each chain, and for each way in which its operands lie in memory, a kernel i
 on disk) and started on the current stream. Operands whose elements follow each other, all or along the last dimension,
 are read in vectors where their addresses allow it; others through their strides, so that broadcasting and transposition
 cost no copy. Offsets have 64 bits.
-
-A large call of a single op is such a kernel, too: CuPy's own take elements one by one.
 """
 
 from __future__ import annotations
@@ -14,96 +12,22 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..core.array import Array
 from ..core.devices import use_device
 from ..core.dispatch import apply, wrap
-from ..core.op import Op, ShapeDtype, not_recording, op_named, recording
+from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
+from .layouts import FULL, HELD, LINE, ONE, STRIDED, layout_of
 
 THREADS = 256
 BLOCKS_EACH = 16
 """Blocks for each multiprocessor: enough to hide the latency of memory, few enough that starting them costs nothing."""
-LARGE = 1 << 20
-"""Elements of a result from which an op by itself is a kernel of ours: CuPy's take as long for a number of one byte as
-of eight (320 microseconds for 2**26 on an H200, where the memory allows 95 in bfloat16), but are started sooner."""
-
-FULL, ONE, LINE, HELD, STRIDED = "full", "one", "line", "held", "strided"
-"""Layouts of an operand beside the result: alike, a single element, of neighbours or of one element along the last
-dimension, or any other."""
-
-
-class Layout(NamedTuple):
-    """How operands lie beside a result whose elements follow each other."""
-
-    order: tuple[int, ...]  # of the dimensions of the result in memory, the slowest first
-    sizes: tuple[int, ...]  # of the dimensions that are left where neighbours are joined
-    kinds: tuple[str, ...]
-    steps: tuple[tuple[int, ...], ...]  # in elements along each such dimension; 0 where an operand repeats
-
-
-def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Steps in elements along each dimension of the result; 0 where the operand repeats."""
-    lead = len(shape) - array.ndim
-    own = tuple(0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    return (0,) * lead + own
-
-
-def layout_of(arrays: Sequence[Any], shape: tuple[int, ...], ordered: bool = False) -> Layout:
-    """The layout of operands beside a result of ``shape``, which is in C order where it is ``ordered``; else in that of
-    the first operand of its shape.
-
-    >>> import numpy as np
-    >>> layout_of([np.ones((2, 3)), np.ones(1), np.ones(3), np.ones((2, 1))], (2, 3)).kinds
-    ('full', 'one', 'line', 'held')
-    >>> layout_of([np.ones((3, 2)).T, np.ones((2, 3))], (2, 3))
-    Layout(order=(1, 0), sizes=(3, 2), kinds=('full', 'strided'), steps=((2, 1), (1, 3)))
-    """
-    if all(a.size == 1 or (a.shape == shape and a.flags.c_contiguous) for a in arrays):
-        kinds = tuple([ONE if a.size == 1 else FULL for a in arrays])
-        return Layout(tuple(range(len(shape))), (math.prod(shape),), kinds, ((),) * len(arrays))
-    return _layout(tuple([strides_of(a, shape) if a.size != 1 else None for a in arrays]), tuple(shape), ordered)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(strides: tuple[tuple[int, ...] | None, ...], shape: tuple[int, ...], ordered: bool) -> Layout:
-    order = tuple(range(len(shape)))
-    for s in () if ordered else strides:
-        if s is not None and all(step > 0 for step, n in zip(s, shape, strict=True) if n > 1):
-            long = [d for d in order if shape[d] > 1]
-            found = sorted(long, key=lambda d: -s[d])
-            if found != long:
-                order = (*[d for d in order if shape[d] == 1], *found)
-            break
-    given = [s for s in strides if s is not None]
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in given]
-    for d in order:
-        if shape[d] == 1:
-            continue
-        if sizes and all(own[-1] == s[d] * shape[d] for own, s in zip(steps, given, strict=True)):
-            sizes[-1] *= shape[d]
-            for own, s in zip(steps, given, strict=True):
-                own[-1] = s[d]
-        else:
-            sizes.append(shape[d])
-            for own, s in zip(steps, given, strict=True):
-                own.append(s[d])
-    whole = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
-    operands: list[tuple[str, tuple[int, ...]]] = []
-    rest = iter(steps)
-    for s in strides:
-        own = None if s is None else next(rest)
-        if own is None or own == whole:
-            operands.append((ONE if own is None else FULL, ()))
-        else:
-            operands.append(({1: LINE, 0: HELD}.get(own[-1], STRIDED), tuple(own)))
-    return Layout(order, tuple(sizes), tuple([kind for kind, _ in operands]), tuple([own for _, own in operands]))
 
 
 def lanes_of(group: FusedRun, program: Program) -> int:
@@ -488,51 +412,3 @@ def one_launch(name: str) -> Callable[..., Any]:
         return op_named(name).impl(launch.runner().xp, *bufs) if out is NotImplemented else out
 
     return call
-
-
-# ----- single ops of large arrays -------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=2048)
-def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: Any) -> Callable[..., Any] | None:
-    """One call of an elementwise op, as a kernel; None where it is small, or has no form in CUDA."""
-    avals = {i: a for i, a in enumerate(args) if type(a) is ShapeDtype}
-    shape = np.broadcast_shapes(*(a.shape for a in avals.values()))
-    if math.prod(shape) < LARGE:
-        return None
-    (out,) = op.avals(args, dict(params))
-    inputs = tuple([i if i in avals else Const(a) for i, a in enumerate(args)])
-    entry = Entry(op, inputs, (len(args),), dict(params))
-    program = Program(tuple(avals), (entry,), (len(args),), avals | {len(args): out})
-    if (out.dtype == args[0].dtype and op.name == "astype") or not code.expressible(entry, program):
-        return None
-    return executable(FusedRun((entry,), tuple(avals), (len(args),), shape), program)
-
-
-def of_large(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, CuPy's form of an elementwise op, but for large arrays: one kernel that reads vectors."""
-    array = launch.runner().xp.ndarray
-
-    def run(*bufs: Any, **params: Any) -> Any:
-        most = 1  # elements of a result, at least where the shapes are alike
-        for b in bufs:
-            if type(b) is array:
-                if b.size >= LARGE:
-                    break
-                most *= b.size
-        else:
-            if most < LARGE or getattr(bufs[0], "shape", None) == getattr(bufs[-1], "shape", ()):
-                return fn(*bufs, **params) if params else fn(*bufs)
-        args = [ShapeDtype(b.shape, b.dtype) if type(b) is array else b for b in bufs]
-        numbers = [b for b in args if type(b) is not ShapeDtype]
-        if not all(type(b) in (bool, int, float) for b in numbers):
-            return fn(*bufs, **params)
-        kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
-        if kernel is None:
-            return fn(*bufs, **params)
-        return kernel(*[b for b in bufs if type(b) is array])[0]
-
-    return run
-
-
-Op.of_large = of_large

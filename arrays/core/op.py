@@ -109,7 +109,7 @@ class Op:
 
     table: ClassVar[dict[str, Op]] = OPS
     of_large: ClassVar[Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None] = None
-    """The form of elementwise ops for large arrays of CuPy, from the one for all; ``chains`` gives it."""
+    """The form of elementwise ops for large arrays of CuPy, from the one for all; ``elementwise`` gives it."""
 
     name: str
     operands: tuple[str, ...]

@@ -14,6 +14,7 @@ from ..backends.backend import backend_of
 from ..backends.casts import cast
 from ..backends.float8 import FLOAT8, Float8
 from ..chains.chains import one_launch
+from ..chains.large import of_large
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
@@ -27,6 +28,7 @@ from .element_rows import BOOL, BOOLS, STEP, binary, comparison, logic, rounding
 from .number_ranges import check_numbers
 from .param_kinds import AXIS, DTYPE, VALUE, WHOLE
 
+Op.of_large = of_large
 _INT = "integer result"
 
 # ----- arithmetic -----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, defined
+from ..kernels.launch import LARGE, contiguous
 from .elementwise import ASTYPE, clip
 from .param_kinds import AXES, AXIS, ORDER, SIZES
 
@@ -24,7 +25,14 @@ from .param_kinds import AXES, AXIS, ORDER, SIZES
 
 
 def _reshape(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    return x.reshape(shape)
+    if xp is np or x.flags.c_contiguous or x.size < LARGE:
+        return x.reshape(shape)
+    out = x.view()
+    try:
+        out.shape = shape  # refused where it takes a copy
+    except AttributeError:
+        return contiguous(x).reshape(shape)
+    return out
 
 
 def _permute_dims(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:

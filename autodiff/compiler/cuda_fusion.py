@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...arrays.chains import cuda_codegen
-from ...arrays.chains.chains import executable, layout_of, source
+from ...arrays.chains.chains import executable, source
 from ...arrays.core.program import Entry, FusedRun, Program
 from . import cuda_products
 from .fusion import Joins, fuse, grouped, streams
@@ -130,4 +130,4 @@ def _structure(run: FusedRun, program: Program) -> Any:
     return (*key, *(names[v] for v in run.outputs))
 
 
-__all__ = ["batched", "chains", "executable", "launches", "layout_of", "source"]
+__all__ = ["batched", "chains", "executable", "launches", "source"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.chains import chains, cuda_codegen
+from meshtape.arrays.chains import chains, cuda_codegen, large
 from meshtape.arrays.core.dispatch import apply
 from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import launch
@@ -578,8 +578,8 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
     first: str, shape: tuple[int, ...], dtype: str, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are NumPy's to the bit; a result lies in memory as the first operand of its shape."""
-    monkeypatch.setattr(chains, "LARGE", 1)
-    chains._single.cache_clear()
+    monkeypatch.setattr(launch, "LARGE", 1)
+    large._single.cache_clear()
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("not a kernel of ours")
@@ -593,37 +593,48 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
                 want = op.numpy(x, y)
             if want.size <= 1:
                 continue
-            got = chains.of_large(op, never)(x, y)
+            got = large.of_large(op, never)(x, y)
             assert (got.shape, got.dtype) == (want.shape, want.dtype)
             np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
     whole = next((a for a in (x, y) if a.shape == shape), None)
     if first in ("turned", "turned further"):
         assert (
-            np.argsort([-s for s in chains.of_large(mt.OPS["add"], never)(x, x).strides]).tolist()
+            np.argsort([-s for s in large.of_large(mt.OPS["add"], never)(x, x).strides]).tolist()
             == np.argsort([-s for s in whole.strides]).tolist()
         )
-    chains._single.cache_clear()
+    large._single.cache_clear()
 
 
 @pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("int8", "float16")])
 def test_a_large_cast_is_one_kernel(source: str, target: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "LARGE", 1)
-    chains._single.cache_clear()
+    monkeypatch.setattr(launch, "LARGE", 1)
+    large._single.cache_clear()
     x, d = place(values(source, (6, 40))), mt.arrays.core.dtypes.parse(target)
-    got = chains.of_large(mt.OPS["astype"], None)(x, dtype=d)
+    got = large.of_large(mt.OPS["astype"], None)(x, dtype=d)
     want = mt.astype(mt.asarray(x), d).numpy()
     assert got.dtype == d
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
-    chains._single.cache_clear()
+    large._single.cache_clear()
 
 
 def test_calls_that_no_kernel_serves_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "LARGE", 1)
+    monkeypatch.setattr(launch, "LARGE", 1)
     kept: list[Any] = []
-    run = chains.of_large(mt.OPS["add"], lambda *a: kept.append(a))
+    run = large.of_large(mt.OPS["add"], lambda *a: kept.append(a))
     run(np.ones(8, np.complex64), np.ones(8, np.complex64))
     run(np.ones(8), 1j)
-    monkeypatch.setattr(chains, "LARGE", 1000)
+    monkeypatch.setattr(launch, "LARGE", 1000)
     run(np.ones(8), np.ones(8))
     assert len(kept) == 3
-    chains._single.cache_clear()
+    large._single.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("kind", ["turned", "turned further", "cut", "each second", "backwards"])
+def test_a_large_copy_is_in_c_order(kind: str, dtype: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LARGE", 1)
+    x = LAYOUTS[kind]("float32", (3, 4, 16))
+    x = (x > 0 if dtype == "bool" else x).astype(mt.arrays.core.dtypes.parse(dtype), order="K")
+    got = launch.contiguous(x)
+    assert got.flags.c_contiguous
+    assert got.tobytes() == x.tobytes()
