@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,30 +32,20 @@ def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: A
     return executable(FusedRun((entry,), tuple(avals), (len(args),), shape), program)
 
 
-def of_large(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, CuPy's form of an elementwise op, but for large arrays: one kernel that reads vectors."""
+def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+    """The result of a call of an elementwise op on CuPy's arrays, by one kernel that reads vectors.
+
+    NotImplemented where it is small, or no kernel serves it."""
     array = launch.runner().xp.ndarray
-
-    def run(*bufs: Any, **params: Any) -> Any:
-        most = 1  # elements of a result, at least where the shapes are alike
-        for b in bufs:
-            if type(b) is array:
-                if b.size >= launch.LARGE:
-                    break
-                most *= b.size
-        else:
-            if most < launch.LARGE or getattr(bufs[0], "shape", None) == getattr(bufs[-1], "shape", ()):
-                return fn(*bufs, **params) if params else fn(*bufs)
-        args = [ShapeDtype(b.shape, b.dtype) if type(b) is array else b for b in bufs]
-        numbers = [b for b in args if type(b) is not ShapeDtype]
-        if not all(type(b) in (bool, int, float) for b in numbers):
-            return fn(*bufs, **params)
-        kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
-        if kernel is None:
-            return fn(*bufs, **params)
-        return kernel(*[b for b in bufs if type(b) is array])[0]
-
-    return run
+    arrays = [b for b in bufs if isinstance(b, array)]
+    if all(b.size < launch.LARGE for b in arrays) and all(b.shape == arrays[0].shape for b in arrays):
+        return NotImplemented
+    args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
+    numbers = [b for b in args if type(b) is not ShapeDtype]
+    if not all(type(b) in (bool, int, float) for b in numbers):
+        return NotImplemented
+    kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
+    return NotImplemented if kernel is None else kernel(*arrays)[0]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -108,8 +108,9 @@ class Op:
     """
 
     table: ClassVar[dict[str, Op]] = OPS
-    of_large: ClassVar[Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None] = None
-    """The form of elementwise ops for large arrays of CuPy, from the one for all; ``elementwise`` gives it."""
+    of_large: ClassVar[Callable[..., Any]] = staticmethod(lambda *_: NotImplemented)
+    """The result of a call of an elementwise op by a kernel for large arrays of CuPy, from the op, its buffers and its
+    parameters, or NotImplemented; ``elementwise`` sets it."""
 
     name: str
     operands: tuple[str, ...]
@@ -156,9 +157,7 @@ class Op:
                 if special is not None:
                     fn = _kernel_or_composed(special, fn)
             if key != "numpy":
-                fn = _with_dtypes_of_rule(self, fn)
-                if self.cuda is not None and special is None and self.view != "always" and Op.of_large is not None:
-                    fn = Op.of_large(self, fn)
+                fn = _with_dtypes_of_rule(self, fn, self.cuda is not None and special is None and self.view != "always")
             self._bound[key] = fn
         return fn
 
@@ -198,8 +197,13 @@ def _kernel_or_composed(kernel: Callable[..., Any], composed: Callable[..., Any]
     return run
 
 
-def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others.
+_LARGE = 1 << 20
+"""Elements of all operands multiplied, below which no result of an elementwise op is large."""
+
+
+def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any], elementwise: bool) -> Callable[..., Any]:
+    """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others. Large calls of
+    ``elementwise`` ops go to :data:`Op.of_large`.
 
     CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many
     results stay so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way.
@@ -207,6 +211,12 @@ def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, tuple[Any, ...]] = {}  # the rule takes longer than the call that starts a kernel
 
     def run(*bufs: Any, **params: Any) -> Any:
+        if elementwise:
+            most = 1
+            for b in bufs:
+                most *= getattr(b, "size", 1)
+            if most >= _LARGE and (out := Op.of_large(op, bufs, params)) is not NotImplemented:
+                return out
         for b in bufs:
             d = getattr(b, "dtype", None)
             if d is not None and d.num not in _ALIKE:

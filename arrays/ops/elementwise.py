@@ -28,7 +28,7 @@ from .element_rows import BOOL, BOOLS, STEP, binary, comparison, logic, rounding
 from .number_ranges import check_numbers
 from .param_kinds import AXIS, DTYPE, VALUE, WHOLE
 
-Op.of_large = of_large
+Op.of_large = staticmethod(of_large)
 _INT = "integer result"
 
 # ----- arithmetic -----------------------------------------------------------------------------------------------------

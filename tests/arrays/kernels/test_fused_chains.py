@@ -580,10 +580,6 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
     """Values are NumPy's to the bit; a result lies in memory as the first operand of its shape."""
     monkeypatch.setattr(launch, "LARGE", 1)
     large._single.cache_clear()
-
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("not a kernel of ours")
-
     x = LAYOUTS[first](dtype, shape)
     for second in ("full", "turned", "row", "held", "cut", "one"):
         y = LAYOUTS[second](dtype, shape)
@@ -593,13 +589,13 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
                 want = op.numpy(x, y)
             if want.size <= 1:
                 continue
-            got = large.of_large(op, never)(x, y)
+            got = large.of_large(op, (x, y), {})
             assert (got.shape, got.dtype) == (want.shape, want.dtype)
             np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
     whole = next((a for a in (x, y) if a.shape == shape), None)
     if first in ("turned", "turned further"):
         assert (
-            np.argsort([-s for s in large.of_large(mt.OPS["add"], never)(x, x).strides]).tolist()
+            np.argsort([-s for s in large.of_large(mt.OPS["add"], (x, x), {}).strides]).tolist()
             == np.argsort([-s for s in whole.strides]).tolist()
         )
     large._single.cache_clear()
@@ -610,22 +606,23 @@ def test_a_large_cast_is_one_kernel(source: str, target: str, place: Any, monkey
     monkeypatch.setattr(launch, "LARGE", 1)
     large._single.cache_clear()
     x, d = place(values(source, (6, 40))), mt.arrays.core.dtypes.parse(target)
-    got = large.of_large(mt.OPS["astype"], None)(x, dtype=d)
+    got = large.of_large(mt.OPS["astype"], (x,), {"dtype": d})
     want = mt.astype(mt.asarray(x), d).numpy()
     assert got.dtype == d
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
     large._single.cache_clear()
 
 
-def test_calls_that_no_kernel_serves_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_no_kernel_serves_are_told(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LARGE", 1)
-    kept: list[Any] = []
-    run = large.of_large(mt.OPS["add"], lambda *a: kept.append(a))
-    run(np.ones(8, np.complex64), np.ones(8, np.complex64))
-    run(np.ones(8), 1j)
+    add = mt.OPS["add"]
+    assert large.of_large(add, (place(np.ones(8, np.complex64)),) * 2, {}) is NotImplemented
+    assert large.of_large(add, (place(np.ones(8)), 1j), {}) is NotImplemented
+    assert large.of_large(mt.OPS["astype"], (place(np.ones(8)),), {"dtype": np.dtype(np.float64)}) is NotImplemented
     monkeypatch.setattr(launch, "LARGE", 1000)
-    run(np.ones(8), np.ones(8))
-    assert len(kept) == 3
+    large._single.cache_clear()
+    assert large.of_large(add, (place(np.ones(8)), place(np.ones(8))), {}) is NotImplemented
+    assert large.of_large(add, (place(np.ones((80, 1))), place(np.ones((1, 80)))), {}).shape == (80, 80)
     large._single.cache_clear()
 
 
