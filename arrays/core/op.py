@@ -202,8 +202,9 @@ _LARGE = 1 << 20
 
 
 def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any], elementwise: bool) -> Callable[..., Any]:
-    """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others. Large calls of
-    ``elementwise`` ops go to :data:`Op.of_large`.
+    """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others.
+
+    Large calls of ``elementwise`` ops go to :data:`Op.of_large`.
 
     CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many
     results stay so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way.
