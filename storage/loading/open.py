@@ -45,6 +45,7 @@ from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
 from . import deltas
+from .other_writers import refuse_changed
 
 OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 """Files that rooms above this one open, by the 24 bytes with which they begin."""
@@ -157,6 +158,7 @@ def _open(given: str, verify: bool) -> Checkpoint:
         names.inside(root, name, root)
     found = manifest.read(root)
     if found is not None:
+        refuse_changed(root, found)
         return _from_manifest(root, found, verify)
     if not stores.is_url(root) and os.path.exists(os.path.join(root, JOURNAL)):
         raise IncompleteCheckpoint(
