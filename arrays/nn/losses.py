@@ -136,7 +136,9 @@ def linear_cross_entropy(
     loss, *_ = LINEAR_CROSS_ENTROPY.avals(argument_avals((hidden, weight, labels)), {})
     params = _checked("linear_cross_entropy", labels, weight.shape[1], reduction, ignore_index, label_smoothing)
     split = weight.sharding is not None and weight.sharding.layout.axes_of(1)
-    if loss.nbytes * weight.shape[1] > WHOLE and not split:
+    # The op of the tiles multiplies short floats on a GPU as they are: more than worth a product more.
+    short = hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2 and getattr(hidden.device, "kind", "") == "cuda"
+    if (short or loss.nbytes * weight.shape[1] > WHOLE) and not split:
         losses, *_ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
     else:
         hidden, weight = (astype(a, loss.dtype, copy=False) for a in (hidden, weight))  # logits are never rounded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -107,6 +108,39 @@ def test_values_do_not_alias() -> None:
     np.testing.assert_array_equal(x.numpy(), X)
     x[2, 2] = -100.0
     assert float(view[1, 2]) == X[2, 2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_loss_of_a_vocabulary_keeps_the_digits_of_its_dtype(
+    dtype: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are not rounded; slopes are, once, also those of a small part of a mean, most of which float16 would not
+    hold. Rows that are ignored are as good as absent."""
+    monkeypatch.setitem(sys.modules["meshtape.arrays.nn.linear_cross_entropy"].TILE, "cupy", 1 << 16)
+    monkeypatch.setattr(sys.modules["meshtape.arrays.nn.losses"], "WHOLE", 0)
+    rng, kind = np.random.default_rng(0), getattr(mt, dtype)
+    h, w = ((rng.standard_normal(s) * by).astype(kind) for s, by in (((400, 64), 0.01), ((64, 700), 32)))
+    labels = rng.integers(0, 700, 400)
+    labels[:100] = -100
+
+    def loss(h: mt.Array, w: mt.Array) -> mt.Array:
+        options = {"ignore_index": -100, "label_smoothing": 0.1}
+        return 1e-3 * mt.nn.linear_cross_entropy(h, w.mT if tied else w, mt.asarray(labels), **options)
+
+    def results(where: str, to: str, change: Any = lambda f: f) -> list[np.ndarray]:
+        with mt.use_device(where):
+            given = tuple([mt.asarray(a).astype(to) for a in (h, w.T.copy() if tied else w)])
+            value, slopes = change(mt.value_and_grad(lambda p: loss(*p)))(given)
+            return [x.to_device("cpu").numpy().astype(np.float64) for x in (value, *slopes)]
+
+    right, finfo = results("cpu", "float64"), ml_dtypes.finfo(dtype)
+    for change in (lambda f: f, mt.compile):
+        value, *slopes = results("cuda:0", dtype, change)
+        assert abs(value - right[0]) <= 1e-6 * right[0]
+        for got, want in zip(slopes, right[1:], strict=True):
+            bound = max(float(finfo.eps), 1e-5) * np.abs(want).max() + float(finfo.smallest_subnormal)
+            assert np.abs(got - want).max() <= bound
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
