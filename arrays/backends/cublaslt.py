@@ -359,7 +359,7 @@ def product(
     ``dtype`` is the result's, by default that of the operands: of two short floats it may be float32.
     ``out``, of the result's shape and dtype, takes the result, or (``add``) has it added to what is there.
     """
-    dtypes = (x.dtype, x.dtype, dtype or x.dtype) if float8 is None else float8.dtypes
+    dtypes = (x.dtype, x.dtype, x.dtype if dtype is None else dtype) if float8 is None else float8.dtypes
     if dtypes[0] not in CUDA_TYPES or library() is None:
         return None
     import cupy

@@ -159,10 +159,13 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
     return losses, shift, total
 
 
-def slopes(x: Any, targets: Targets, of_rows: Sequence[Any], dtype: np.dtype, first: int = 0) -> Any:
+def slopes(
+    x: Any, targets: Targets, of_rows: Sequence[Any], dtype: np.dtype, first: int = 0, in_place: bool = False
+) -> Any:
     """The slopes of the logits ``x``, which are those of all classes or of some from ``first`` on, rounded to
-    ``dtype``. ``of_rows`` are the cotangent, the shift and the total of each row."""
-    dx, width = runner().xp.empty(x.shape, dtype), x.shape[-1]
+    ``dtype``, and in their memory where they may be (``in_place``). ``of_rows`` are the cotangent, the shift and the
+    total of each row."""
+    dx, width = x if in_place and x.dtype == dtype else runner().xp.empty(x.shape, dtype), x.shape[-1]
     if x.size:
         numbers = i64(first), i64(targets.classes), *targets.numbers
         _rows(

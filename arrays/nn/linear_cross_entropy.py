@@ -69,9 +69,8 @@ def _cut(rows: int, classes: int, tile: int, step: int = 1) -> tuple[list[slice]
     height = -(-rows // -(-rows // height)) if rows else 1  # rows are dealt evenly
     height = -(-height // step) * step
     width = max(step, tile // height // step * step)
-    return tuple(
-        [[slice(i, min(i + n, end)) for i in range(0, end, n)] for n, end in ((height, rows), (width, classes))]
-    )
+    ends = (rows, height), (classes, width)
+    return tuple([[slice(i, min(i + n, end)) for i in range(0, end, n)] for end, n in ends])
 
 
 class _Tiles:
@@ -209,8 +208,9 @@ def _on_gpu(hidden: Any, weight: Any, labels: Any, *, ignore_index: int | None, 
 def _within_float16(g: Any) -> tuple[Any, Any]:
     """``g`` times a power of two, so that the largest is about 2**15, and the inverse of that power: for most slopes of
     a mean over some thousands of rows float16 has no digits."""
-    xp, top = runner().xp, abs(g).max()
-    power = xp.clip(xp.where(xp.isfinite(top), 15 - xp.frexp(top)[1], 0), -100, 100)
+    xp = runner().xp
+    top = xp.where(xp.isfinite(g), abs(g), 0).max()
+    power = xp.clip(15 - xp.frexp(top)[1], -100, 100)
     return xp.ldexp(g, power), xp.ldexp(xp.ones_like(top), -power)
 
 
@@ -234,10 +234,11 @@ def _backward_on_gpu(
     for c in t.columns:
         w, dw = t.of_classes(c), None
         for b in t.rows:
-            targets = t.targets._replace(labels=t.targets.labels[b])
-            s = slopes(_times(t.hidden[b], w), targets, [a[b] for a in of_rows], t.hidden.dtype, c.start)
+            h, targets = t.hidden[b], t.targets._replace(labels=t.targets.labels[b])
+            s = slopes(_times(h, w), targets, [a[b] for a in of_rows], h.dtype, c.start, in_place=True)
             _times(s, w.T, d_hidden[b])
-            dw = _times(*((s.T, t.hidden[b]) if across else (t.hidden[b].T, s)), dw)
+            dw = _times(*((s.T, h) if across else (h.T, s)), dw)
+            del s  # before the next tile is made
         if inverse is not None:
             dw *= inverse
         (d_weight.T[c] if across else d_weight[:, c])[...] = 0 if dw is None else dw

@@ -103,8 +103,10 @@ def linear_cross_entropy(
 ) -> Array:
     """:func:`cross_entropy` of the logits ``hidden @ weight``, of which no more than 64 MB are held at once.
 
-    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. On
-    a mesh whose ranks split the classes they are held in parts, as those of :func:`cross_entropy` are.
+    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. (On
+    a GPU so are all of float16 and bfloat16: matrix units multiply these, with sums and logits in float32, and the
+    slopes of the logits are rounded to them.) On a mesh whose ranks split the classes they are held in parts, as those
+    of :func:`cross_entropy` are.
 
     Parameters
     ----------
