@@ -25,7 +25,8 @@ def variants() -> Iterator[tuple[str, str]]:
                 yield from ((FILE, named(f"softmax_{kind}", log, d, *s)) for s in sizes)
         yield from ((FILE, named("cross_entropy_forward", d, *s)) for s in sizes)
         for o in [d] if d != np.float32 else [o for o in KERNEL_FLOATS if o.itemsize <= 4]:
-            yield from ((FILE, named("cross_entropy_backward", o, d, *r, 16 // o.itemsize)) for r in rungs)
+            held = rungs if o.itemsize == d.itemsize else (*ladder(8), (512, 0))
+            yield from ((FILE, named("cross_entropy_backward", o, d, *r, 16 // o.itemsize)) for r in held)
         if d.itemsize >= 4:
             yield from ((FILE, named("cross_entropy_tile", d, *s)) for s in sizes)
             yield FILE, named("cross_entropy_of_tiles", d)
@@ -49,7 +50,8 @@ def _rows(
     r = runner()
     size = vectors[0].dtype.itemsize
     vectors = in_step(*vectors)
-    plan = row_plan(width, size, 16 // min(v.dtype.itemsize for v in vectors))
+    least = min(v.dtype.itemsize for v in vectors)
+    plan = row_plan(width, size if least == size else 8, 16 // least)  # both are in registers at once
     slots, shared = plan.kept(width, [size] * kept, r.properties().shared_memory)
     name = named(kernel, *before, vectors[0].dtype, plan.threads, plan.items, plan.vector)
     numbers = i64(rows), i64(width), slots

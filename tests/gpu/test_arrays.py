@@ -137,10 +137,10 @@ def test_the_loss_of_a_vocabulary_keeps_the_digits_of_its_dtype(
     right, finfo = results("cpu", "float64"), ml_dtypes.finfo(dtype)
     for change in (lambda f: f, mt.compile):
         value, *slopes = results("cuda:0", dtype, change)
-        assert abs(value - right[0]) <= 1e-6 * right[0]
+        np.testing.assert_allclose(value, right[0], rtol=1e-6)
         for got, want in zip(slopes, right[1:], strict=True):
             bound = max(float(finfo.eps), 1e-5) * np.abs(want).max() + float(finfo.smallest_subnormal)
-            assert np.abs(got - want).max() <= bound
+            np.testing.assert_allclose(got, want, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
