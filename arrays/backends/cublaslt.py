@@ -307,13 +307,13 @@ class Plan:
         one = self._numbers.ctypes.data
         self._fixed = *shape[:2], _P(one), a, b, _P(one + scale.itemsize), d, ctypes.byref(self._found.algorithm)
 
-    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any, float8: Float8 | None) -> None:
+    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any, float8: Float8 | None, add: bool) -> None:
         """Launch it on the current stream. Its workspace comes from the present pool, and returns to it in the order of
         the stream."""
         handle, description, one, a, b, zero, d, algorithm = self._fixed
         size, at = self._found.workspace, out.data.ptr
         workspace = cupy.cuda.alloc(size) if size else None
-        operands = one, y.data.ptr, a, x.data.ptr, b, zero, at, d, at, d, algorithm
+        operands = one, y.data.ptr, a, x.data.ptr, b, one if add else zero, at, d, at, d, algorithm
         with self._lock:  # the description names the vector and the scales
             if vector is not None:
                 self._description.set(BIAS_POINTER=vector.data.ptr)
@@ -342,15 +342,24 @@ def _plan(
 
 
 def product(
-    x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Float8 | None = None, out: Any = None
+    x: Any,
+    y: Any,
+    *,
+    bias: Any = None,
+    sums: bool = False,
+    float8: Float8 | None = None,
+    dtype: np.dtype | None = None,
+    out: Any = None,
+    add: bool = False,
 ) -> Any:
     """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
 
     A ``bias`` along the last dimension is added before the result is rounded. With ``sums`` the result is followed by
     the sums of ``y`` over the dimension that is summed. ``float8`` says what two arrays of bytes are.
-    ``out``, of the result's shape and dtype, takes the result.
+    ``dtype`` is the result's, by default that of the operands: of two short floats it may be float32.
+    ``out``, of the result's shape and dtype, takes the result, or (``add``) has it added to what is there.
     """
-    dtypes = (x.dtype, x.dtype, x.dtype) if float8 is None else float8.dtypes
+    dtypes = (x.dtype, x.dtype, x.dtype if dtype is None else dtype) if float8 is None else float8.dtypes
     if dtypes[0] not in CUDA_TYPES or library() is None:
         return None
     import cupy
@@ -376,11 +385,11 @@ def product(
     if into.data.ptr % ALIGNED:  # memory of some other allocator
         return None
     try:
-        plan.run(cupy, x, y, into, vector, float8)
+        plan.run(cupy, x, y, into, vector, float8, add and direct)
     except Unserved:
         return None
     if out is not None and not direct:
-        out[...] = into
+        out[...] = out + into if add else into
         return out
     return (into, vector) if sums else into
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import ladder, row_plan
+from .geometry import MAX_GRID, ceil_div, ladder, row_plan
 from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
 
 FILE = "softmax.cu"
@@ -18,12 +18,18 @@ FILE = "softmax.cu"
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in KERNEL_FLOATS:
-        vector = 16 // d.itemsize
-        sizes = [(t, i, vector) for t, i in (*ladder(d.itemsize), (512, 0))]
+        rungs = (*ladder(d.itemsize), (512, 0))
+        sizes = [(t, i, 16 // d.itemsize) for t, i in rungs]
         for kind in ("forward", "backward"):
             for log in (False, True):
                 yield from ((FILE, named(f"softmax_{kind}", log, d, *s)) for s in sizes)
-            yield from ((FILE, named(f"cross_entropy_{kind}", d, *s)) for s in sizes)
+        yield from ((FILE, named("cross_entropy_forward", d, *s)) for s in sizes)
+        for o in [d] if d != np.float32 else [o for o in KERNEL_FLOATS if o.itemsize <= 4]:
+            held = rungs if o.itemsize == d.itemsize else (*ladder(8), (512, 0))
+            yield from ((FILE, named("cross_entropy_backward", o, d, *r, 16 // o.itemsize)) for r in held)
+        if d.itemsize >= 4:
+            yield from ((FILE, named("cross_entropy_tile", d, *s)) for s in sizes)
+            yield FILE, named("cross_entropy_of_tiles", d)
 
 
 def _rows(
@@ -44,7 +50,8 @@ def _rows(
     r = runner()
     size = vectors[0].dtype.itemsize
     vectors = in_step(*vectors)
-    plan = row_plan(width, size, 16 // size)
+    least = min(v.dtype.itemsize for v in vectors)
+    plan = row_plan(width, size if least == size else 8, 16 // least)  # both are in registers at once
     slots, shared = plan.kept(width, [size] * kept, r.properties().shared_memory)
     name = named(kernel, *before, vectors[0].dtype, plan.threads, plan.items, plan.vector)
     numbers = i64(rows), i64(width), slots
@@ -119,31 +126,56 @@ def log_softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
     return _backward(True, g, y, axis)
 
 
-def _labels(labels: Any, ignore_index: int | None) -> tuple[Any, bool, int]:
-    """Labels as signed integers, and the label that marks ignored ones, if there is one."""
-    if labels.dtype == np.uint64:  # beyond the largest int64 there is no class: a negative label is none either
-        labels = runner().xp.minimum(labels, np.uint64(2**63 - 1))
-    has_ignored = ignore_index is not None and -(2**63) <= ignore_index < 2**63
-    return contiguous(labels.astype(np.int64, copy=False)), has_ignored, ignore_index if has_ignored else 0
+class Targets(NamedTuple):
+    """Labels of rows, and of how many classes, as the kernels of losses take them."""
+
+    labels: Any
+    classes: int
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, labels: Any, classes: int, ignore_index: int | None, label_smoothing: float) -> Targets:
+        if labels.dtype == np.uint64:  # beyond the largest int64 there is no class: a negative label is none either
+            labels = runner().xp.minimum(labels, np.uint64(2**63 - 1))
+        has_ignored = ignore_index is not None and -(2**63) <= ignore_index < 2**63
+        numbers = np.bool_(has_ignored), i64(ignore_index if has_ignored else 0), np.float64(label_smoothing)
+        return cls(contiguous(labels.astype(np.int64, copy=False)).reshape(-1), classes, numbers)
 
 
 @for_floats
 def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float) -> Any:
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY`."""
     xp, x = runner().xp, contiguous(logits)
-    flat, has_ignored, ignored = _labels(labels, ignore_index)
-    losses, shift, total = (xp.empty(labels.shape, wide(x.dtype)) for _ in range(3))
     n, width = labels.size, x.shape[-1]
+    targets = Targets.of(labels, width, ignore_index, label_smoothing)
+    losses, shift, total = (xp.empty(labels.shape, wide(x.dtype)) for _ in range(3))
     if n and not width:  # no class, no loss
-        losses[...] = xp.where(flat == ignored, 0, np.nan) if has_ignored else np.nan
+        has_ignored, ignored, _ = targets.numbers
+        ignored = (targets.labels == ignored).reshape(labels.shape)
+        losses[...] = xp.where(ignored, 0, np.nan) if has_ignored else np.nan
         shift[...], total[...] = 0, 1
     elif n:
-        numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
-        _rows(
-            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, shift, total, *a, *numbers]),
-            kept=bool(label_smoothing),
-        )
+        out = targets.labels, losses, shift, total
+        kept = bool(label_smoothing)
+        _rows("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, *out, *a, *targets.numbers], kept)
     return losses, shift, total
+
+
+def slopes(
+    x: Any, targets: Targets, of_rows: Sequence[Any], dtype: np.dtype, first: int = 0, in_place: bool = False
+) -> Any:
+    """The slopes of the logits ``x``, which are those of all classes or of some from ``first`` on, rounded to
+    ``dtype``, and in their memory where they may be (``in_place``). ``of_rows`` are the cotangent, the shift and the
+    total of each row."""
+    dx, width = x if in_place and x.dtype == dtype else runner().xp.empty(x.shape, dtype), x.shape[-1]
+    if x.size:
+        numbers = i64(first), i64(targets.classes), *targets.numbers
+        _rows(
+            *("cross_entropy_backward", (dtype,), x.size // width, width, [x, dx]),
+            lambda x, *a: [*of_rows, x, targets.labels, *a, *numbers],
+            kept=0,
+        )
+    return dx
 
 
 @for_floats
@@ -151,14 +183,43 @@ def cross_entropy_backward(
     g: Any, logits: Any, labels: Any, shift: Any, total: Any, *, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY_BACKWARD`."""
-    xp, x = runner().xp, contiguous(logits)
-    flat, has_ignored, ignored = _labels(labels, ignore_index)
+    x = contiguous(logits)
+    targets = Targets.of(labels, x.shape[-1], ignore_index, label_smoothing)
     of_rows = [contiguous(a.astype(wide(x.dtype), copy=False)) for a in (g, shift, total)]
-    dx = xp.empty(x.shape, x.dtype)
-    n, width = labels.size, x.shape[-1]
-    if x.size:
-        numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
+    return slopes(x, targets, of_rows, x.dtype)
+
+
+class TiledLosses:
+    """The cross-entropy of rows whose logits, in float32 or float64, are shown in tiles: some rows, and ``width``
+    classes (the last tile of a row has what is left)."""
+
+    def __init__(self, targets: Targets, width: int, dtype: np.dtype) -> None:
+        self.targets, self.width = targets, width
+        empty, n, smoothing = runner().xp.empty, targets.labels.size, targets.numbers[-1]
+        # Of each tile of a row its shift, the sum of its exponentials and, to smooth labels, of its logits less the
+        # shift.
+        self.tiles = [empty((ceil_div(targets.classes, width), n), dtype) for _ in range(3 if smoothing else 2)]
+        self.picked = empty(n, dtype)
+
+    def show(self, logits: Any, rows: slice, first: int) -> None:
+        """The logits of ``rows`` and of the classes from ``first`` on."""
+        i, smoothed = first // self.width, len(self.tiles) > 2
+        of_rows = [*(t[i, rows] for t in self.tiles), *([] if smoothed else [NOTHING]), self.picked[rows]]
+        labels = self.targets.labels[rows]
         _rows(
-            *("cross_entropy_backward", (), n, width, [x, dx], lambda x, *a: [*of_rows, x, flat, *a, *numbers]), kept=0
+            *("cross_entropy_tile", (), *logits.shape, [logits]),
+            lambda x, *a: [x, labels, *of_rows, *a, i64(first)],
+            kept=smoothed,
         )
-    return dx
+
+    def results(self) -> list[Any]:
+        """Of each row the loss, the shift and the total, when all tiles were shown."""
+        (labels, classes, numbers), r = self.targets, runner()
+        n, d = labels.size, self.picked.dtype
+        out = [r.xp.empty(n, d) for _ in range(3)]
+        if n:
+            tiles = (*self.tiles, NOTHING)[:3]
+            arguments = *tiles, self.picked, labels, *out, i64(n), i64(self.width), i64(classes), *numbers
+            grid = min(ceil_div(n, 128), MAX_GRID), 1, 1
+            r.launch(FILE, named("cross_entropy_of_tiles", d), grid, (128, 1, 1), arguments)
+        return out

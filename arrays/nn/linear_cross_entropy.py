@@ -4,6 +4,9 @@ Both make the logits in tiles of some rows and some classes. The largest logit o
 exponentials: with them the backward op needs a tile alone for its part of the softmax, at the price of one more
 product. The decompositions are the product and the cross-entropy as they stand; they serve derivatives of higher order,
 and classes that are split over ranks.
+
+No logit is rounded to two bytes: short floats are multiplied in float32, or on a GPU as they are, with sums and results
+in float32. There the slopes of the logits are rounded to the operands' dtype, to be multiplied with them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import cublaslt
 from ..backends.memory_pool import fresh
 from ..backends.row_blocks import row_sums
 from ..backends.row_blocks import wide as _wide
@@ -21,6 +25,8 @@ from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype
+from ..kernels.launch import contiguous, runner
+from ..kernels.softmaxes import Targets, TiledLosses, slopes
 from ..ops.manipulation import astype, reshape
 from ..ops.matmul import MATMUL, matmul
 from .cross_entropy import _PARAMS, _decompose, _looked_up, slope_of
@@ -28,6 +34,8 @@ from .softmax import softmax, softmax_of_rows
 
 TILE = {"numpy": 1 << 24, "cupy": 1 << 26}
 """Bytes of a tile: on a CPU it stays in cache."""
+STEP = 128
+"""Rows and classes of the tiles of a GPU are a multiple of it: so that all their rows begin where wide accesses may."""
 WHOLE = 1 << 26
 """Bytes of logits up to which these are kept: computing them anew takes a third more time."""
 
@@ -55,25 +63,30 @@ def _common(hidden: Any, weight: Any) -> np.dtype:
     return dtype
 
 
+def _cut(rows: int, classes: int, tile: int, step: int = 1) -> tuple[list[slice], list[slice]]:
+    """The slices of rows and of classes that make tiles of ``tile`` elements or so."""
+    height = max(math.isqrt(tile), tile // max(classes, 1))
+    height = -(-rows // -(-rows // height)) if rows else 1  # rows are dealt evenly
+    height = -(-height // step) * step
+    width = max(step, tile // height // step * step)
+    ends = (rows, height), (classes, width)
+    return tuple([[slice(i, min(i + n, end)) for i in range(0, end, n)] for end, n in ends])
+
+
 class _Tiles:
     """The operands as matrices of the dtype in which products are made, and the slices of a tile's rows and classes."""
 
     def __init__(self, xp: Any, hidden: Any, weight: Any, labels: Any, ignore_index: int | None) -> None:
         # Products of short floats, too, are made in float32: no logit is rounded to two bytes.
-        self.xp, self.wide, self.times = xp, _wide(_common(hidden, weight)), MATMUL.bind(xp)
+        self.xp, self.wide = xp, _wide(_common(hidden, weight))
         rows, self.classes = labels.size, weight.shape[1]
         self.hidden = hidden.reshape(rows, hidden.shape[-1]).astype(self.wide, copy=False)
         self.labels, self.valid, self.ignored = _looked_up(xp, labels.reshape(-1), self.classes, ignore_index)
         self.labels = self.labels.astype(np.intp, copy=False)
-        tile = TILE[xp.__name__] // self.wide.itemsize
-        height = max(math.isqrt(tile), tile // max(self.classes, 1))
-        height = -(-rows // -(-rows // height)) if rows else 1  # rows are dealt evenly
-        self.rows = [slice(i, min(i + height, rows)) for i in range(0, rows, height)]
-        width = max(1, tile // height)
-        self.columns = [slice(i, min(i + width, self.classes)) for i in range(0, self.classes, width)]
+        self.rows, self.columns = _cut(rows, self.classes, TILE["numpy"] // self.wide.itemsize)
 
     def product(self, x: Any, y: Any) -> Any:
-        return np.matmul(x, y, fresh((len(x), y.shape[1]), self.wide)) if self.xp is np else self.times(x, y)
+        return np.matmul(x, y, fresh((len(x), y.shape[1]), self.wide))
 
     def targets(self, b: slice, c: slice) -> tuple[Any, tuple[Any, Any]]:
         """Which rows have their label in a tile, and an index of one element a row: that of the label."""
@@ -152,6 +165,91 @@ def _linear_cross_entropy_backward(
     return d_hidden.astype(hidden.dtype, copy=False).reshape(hidden.shape), d_weight
 
 
+# ----- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def _times(x: Any, y: Any, out: Any = None) -> Any:
+    """``x @ y`` in float32 at least, added to ``out`` where that is given; short floats are multiplied as they are."""
+    dtype = _wide(x.dtype)
+    found = cublaslt.product(x, y, dtype=dtype, out=out, add=out is not None)
+    if found is None:
+        found = MATMUL.bind(runner().xp)(*(a.astype(dtype, copy=False) for a in (x, y)))
+        if out is not None:
+            out += found
+            return out
+    return found
+
+
+class _OnGPU:
+    """The operands as matrices of the dtype that is multiplied, and the slices of a tile's rows and classes."""
+
+    def __init__(self, hidden: Any, weight: Any, labels: Any, *losses: Any) -> None:
+        self.wide = _wide(_common(hidden, weight))
+        self.weight, dtype = weight, hidden.dtype if hidden.dtype == weight.dtype else self.wide
+        self.hidden = hidden.reshape(labels.size, hidden.shape[-1]).astype(dtype, copy=False)
+        self.targets = Targets.of(labels, weight.shape[1], *losses)
+        self.rows, self.columns = _cut(labels.size, weight.shape[1], TILE["cupy"] // self.wide.itemsize, STEP)
+
+    def of_classes(self, c: slice) -> Any:
+        """Their part of the weight, where it lies if it can."""
+        return self.weight[:, c].astype(self.hidden.dtype, copy=False)
+
+
+def _on_gpu(hidden: Any, weight: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float) -> Any:
+    t = _OnGPU(hidden, weight, labels, ignore_index, label_smoothing)
+    losses = TiledLosses(t.targets, t.columns[0].stop if t.columns else 1, t.wide)
+    for c in t.columns:
+        w = t.of_classes(c)
+        for b in t.rows:
+            losses.show(_times(t.hidden[b], w), b, c.start)
+    return tuple([a.reshape(labels.shape) for a in losses.results()])
+
+
+def _within_float16(g: Any) -> tuple[Any, Any]:
+    """``g`` times a power of two, so that the largest is about 2**15, and the inverse of that power: for most slopes of
+    a mean over some thousands of rows float16 has no digits."""
+    xp = runner().xp
+    top = xp.where(xp.isfinite(g), abs(g), 0).max()
+    power = xp.clip(15 - xp.frexp(top)[1], -100, 100)
+    return xp.ldexp(g, power), xp.ldexp(xp.ones_like(top), -power)
+
+
+def _backward_on_gpu(
+    g: Any,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    shift: Any,
+    total: Any,
+    *,
+    ignore_index: int | None,
+    label_smoothing: float,
+) -> Any:
+    t, xp = _OnGPU(hidden, weight, labels, ignore_index, label_smoothing), runner().xp
+    of_rows = [contiguous(a.reshape(-1).astype(t.wide, copy=False)) for a in (g, shift, total)]
+    d_hidden, d_weight, inverse = xp.zeros(t.hidden.shape, t.wide), xp.empty_like(weight), None
+    if t.hidden.dtype == np.float16 and labels.size:
+        of_rows[0], inverse = _within_float16(of_rows[0])
+    across = weight.T.flags.c_contiguous  # a transposed embedding, whose cotangent will lie as it does
+    for c in t.columns:
+        w, dw = t.of_classes(c), None
+        for b in t.rows:
+            h, targets = t.hidden[b], t.targets._replace(labels=t.targets.labels[b])
+            s = slopes(_times(h, w), targets, [a[b] for a in of_rows], h.dtype, c.start, in_place=True)
+            _times(s, w.T, d_hidden[b])
+            dw = _times(*((s.T, h) if across else (h.T, s)), dw)
+            del s  # before the next tile is made
+        if inverse is not None:
+            dw *= inverse
+        (d_weight.T[c] if across else d_weight[:, c])[...] = 0 if dw is None else dw
+    if inverse is not None:
+        d_hidden *= inverse
+    return d_hidden.astype(hidden.dtype, copy=False).reshape(hidden.shape), d_weight
+
+
+# ----- ops ------------------------------------------------------------------------------------------------------------
+
+
 def _widened(*arrays: Array) -> list[Array]:
     return [astype(a, _wide(a.dtype), copy=False) for a in arrays]
 
@@ -202,6 +300,7 @@ LINEAR_CROSS_ENTROPY = Op(
     _infer,
     nout=3,
     decompose=_decompose_whole,
+    overrides={"cupy": _on_gpu},
     params=_PARAMS,
     wide_sums=True,
 )
@@ -213,5 +312,6 @@ LINEAR_CROSS_ENTROPY_BACKWARD = Op(
     _infer_backward,
     nout=2,
     decompose=_decompose_whole_backward,
+    overrides={"cupy": _backward_on_gpu},
     params=_PARAMS,
 )

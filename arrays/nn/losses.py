@@ -103,8 +103,10 @@ def linear_cross_entropy(
 ) -> Array:
     """:func:`cross_entropy` of the logits ``hidden @ weight``, of which no more than 64 MB are held at once.
 
-    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. On
-    a mesh whose ranks split the classes they are held in parts, as those of :func:`cross_entropy` are.
+    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. (On
+    a GPU so are all of float16 and bfloat16: matrix units multiply these, with sums and logits in float32, and the
+    slopes of the logits are rounded to them.) On a mesh whose ranks split the classes they are held in parts, as those
+    of :func:`cross_entropy` are.
 
     Parameters
     ----------
@@ -136,7 +138,9 @@ def linear_cross_entropy(
     loss, *_ = LINEAR_CROSS_ENTROPY.avals(argument_avals((hidden, weight, labels)), {})
     params = _checked("linear_cross_entropy", labels, weight.shape[1], reduction, ignore_index, label_smoothing)
     split = weight.sharding is not None and weight.sharding.layout.axes_of(1)
-    if loss.nbytes * weight.shape[1] > WHOLE and not split:
+    # The op of the tiles multiplies short floats on a GPU as they are: more than worth a product more.
+    short = hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2 and getattr(hidden.device, "kind", "") == "cuda"
+    if (short or loss.nbytes * weight.shape[1] > WHOLE) and not split:
         losses, *_ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
     else:
         hidden, weight = (astype(a, loss.dtype, copy=False) for a in (hidden, weight))  # logits are never rounded

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.backends import cublaslt
+from meshtape.arrays.core.op import recording
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 7)).astype(np.float32)
@@ -109,6 +113,54 @@ def test_values_do_not_alias() -> None:
     assert float(view[1, 2]) == X[2, 2]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_loss_of_a_vocabulary_keeps_the_digits_of_its_dtype(
+    dtype: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are not rounded; slopes are, once, also those of a small part of a mean, most of which float16 would not
+    hold. Rows that are ignored are as good as absent. So it is without cuBLASLt, in products of float32."""
+    monkeypatch.setitem(sys.modules["meshtape.arrays.nn.linear_cross_entropy"].TILE, "cupy", 1 << 16)
+    if dtype == "float32":  # those of two bytes are in tiles at any size
+        monkeypatch.setattr(sys.modules["meshtape.arrays.nn.losses"], "WHOLE", 0)
+    ops: set[str] = set()
+    recorder = SimpleNamespace(record=lambda op, *_: ops.add(op.name))
+    rng, kind = np.random.default_rng(0), getattr(mt, dtype)
+    h, w = ((rng.standard_normal(s) * by).astype(kind) for s, by in (((400, 64), 0.01), ((64, 700), 32)))
+    labels = rng.integers(0, 700, 400)
+    labels[:100] = -100
+
+    def loss(h: mt.Array, w: mt.Array) -> mt.Array:
+        options = {"ignore_index": -100, "label_smoothing": 0.1}
+        return 1e-3 * mt.nn.linear_cross_entropy(h, w.mT if tied else w, mt.asarray(labels), **options)
+
+    def results(where: str, to: str, change: Any = lambda f: f) -> list[np.ndarray]:
+        with mt.use_device(where):
+            given = tuple([mt.asarray(a).astype(to) for a in (h, w.T.copy() if tied else w)])
+            value, slopes = change(mt.value_and_grad(lambda p: loss(*p)))(given)
+            return [x.to_device("cpu").numpy().astype(np.float64) for x in (value, *slopes)]
+
+    def recorded(fn: Any) -> Any:
+        def call(given: Any) -> Any:
+            with recording(recorder):
+                return fn(given)
+
+        return call
+
+    def without_cublaslt(fn: Any) -> Any:
+        monkeypatch.setattr(cublaslt, "library", lambda: None)
+        return fn
+
+    right, finfo = results("cpu", "float64"), ml_dtypes.finfo(dtype)
+    for change in (recorded, mt.compile, without_cublaslt):
+        value, *slopes = results("cuda:0", dtype, change)
+        np.testing.assert_allclose(value, right[0], rtol=3e-6)
+        for got, want in zip(slopes, right[1:], strict=True):
+            bound = max(float(finfo.eps), 1e-5) * np.abs(want).max() + float(finfo.smallest_subnormal)
+            np.testing.assert_allclose(got, want, rtol=0, atol=bound)
+    assert {"linear_cross_entropy", "linear_cross_entropy_backward"} <= ops
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_of_short_floats_are_joined_in_float32(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients are within two units of the short dtype of those in float64."""
@@ -117,11 +169,11 @@ def test_tiles_of_short_floats_are_joined_in_float32(dtype: str, monkeypatch: py
     monkeypatch.setattr(attention, "LEAST_ROWS", 4)
     lce = sys.modules["meshtape.arrays.nn.linear_cross_entropy"]
     monkeypatch.setattr(sys.modules["meshtape.arrays.nn.losses"], "WHOLE", 0)
-    monkeypatch.setitem(lce.TILE, "cupy", 1 << 9)
-    labels = np.arange(24) % 40
+    monkeypatch.setitem(lce.TILE, "cupy", 1 << 14)
+    labels = np.arange(300)
     for shapes, fn in (
         ([(2, 24, 8)] * 3, lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True)),
-        ([(24, 16), (16, 40)], lambda h, w: mt.nn.linear_cross_entropy(h, w, mt.asarray(labels), reduction="none")),
+        ([(300, 16), (16, 520)], lambda h, w: mt.nn.linear_cross_entropy(h, w, mt.asarray(labels), reduction="none")),
     ):
         hosts = [np.random.default_rng(i).standard_normal(s).astype(getattr(mt, dtype)) for i, s in enumerate(shapes)]
 

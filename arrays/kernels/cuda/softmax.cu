@@ -207,23 +207,75 @@ __device__ inline A slope_of(A d, bool here, A scale, i64 classes, A smoothing)
 }
 
 // The softmax is computed again: cheaper than writing it in the forward pass and reading it back. What does not count is zero by selection, so that a NaN in it goes nowhere.
-template <class T, int THREADS, int ITEMS, int VEC>
+// The logits are those of `length` classes from `first` on, or of all; slopes may be shorter floats than they are.
+template <class O, class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    cross_entropy_backward(const Wide<T>* g, const Wide<T>* shifts, const Wide<T>* totals, const T* x, const i64* labels, T* dx, i64 rows,
-                           i64 length, int kept, bool has_ignored, i64 ignored, double smoothing)
+    cross_entropy_backward(const Wide<T>* g, const Wide<T>* shifts, const Wide<T>* totals, const T* x, const i64* labels, O* dx, i64 rows,
+                           i64 length, int kept, i64 first, i64 classes, bool has_ignored, i64 ignored, double smoothing)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
         const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);  // first: so fewest registers are held
-        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const Label label = label_of(labels, row, classes, has_ignored, ignored);
         const A scale = g[row], shift = shifts[row], factor = scale / totals[row];
         cut.store(dx + row * length, [&](auto p) {
-            return [=, v = r(p), here = decltype(p.column)(label.at) - p.column](int k) {
+            return [=, v = r(p), here = decltype(p.column)(label.at - first) - p.column](int k) {
                 const A p = exp(wide(v.at[k]) - shift) * factor;
-                return label.valid ? slope_of(p, k == here, scale, length, A(smoothing)) : A(0);
+                return label.valid ? slope_of(p, k == here, scale, classes, A(smoothing)) : A(0);
             };
         });
+    }
+}
+
+// ----- cross-entropy of logits that are there in tiles of classes ---------------------------------------------------------
+
+// Of each row of a tile, whose classes begin at `first`: the shift, the sum of the exponentials, the sum of the logits less the shift each (where there are
+// `sums`), and the logit of the label where the tile has it.
+template <class A, int THREADS, int ITEMS, int VEC>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(A) == 8 ? 1 : 2)
+    cross_entropy_tile(const A* x, const i64* labels, A* shifts, A* totals, A* sums, A* picked, i64 rows, i64 length, int kept, i64 first)
+{
+    DYNAMIC_SHARED(char, shared);
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const CutRow<A, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
+        const Exponentials<A> e = row_exponentials(r, cut);
+        A sum = A(0);
+        if (sums) {
+            cut.each([&](auto p) { each_of(r(p), [&](A v) { sum += v - e.maximum; }); });
+            sum = row_sum<THREADS>(sum);
+        }
+        if (threadIdx.x == 0) {
+            const i64 at = labels[row];
+            if (at >= first && at - first < length) picked[row] = x[row * length + at - first];
+            shifts[row] = e.maximum, totals[row] = e.total;
+            if (sums) sums[row] = sum;
+        }
+    }
+}
+
+// The loss of each row, its shift and its total, from those of its tiles of `width` classes (the last one has what is left).
+template <class A>
+__global__ void __launch_bounds__(128)
+    cross_entropy_of_tiles(const A* tile_shifts, const A* tile_totals, const A* tile_sums, const A* picked, const i64* labels, A* losses, A* shifts, A* totals,
+                           i64 rows, i64 width, i64 classes, bool has_ignored, i64 ignored, double smoothing)
+{
+    for (i64 row = (i64)blockIdx.x * 128 + threadIdx.x; row < rows; row += (i64)gridDim.x * 128) {
+        const Label label = label_of(labels, row, classes, has_ignored, ignored);
+        Exponentials<A> e = Exponentials<A>::none();
+        for (i64 first = 0, i = row; first < classes; first += width, i += rows) {
+            const A total = tile_totals[i];  // it is nothing or infinite where the largest logit is
+            e.merge(Exponentials<A>{total == A(0) ? -infinity<A>() : total == infinity<A>() ? total : tile_shifts[i], total});
+        }
+        const A shift = shift_of(e.maximum);
+        A sum = A(0);
+        if (smoothing != 0)
+            for (i64 first = 0, i = row; first < classes; first += width, i += rows)
+                sum += tile_sums[i] + (tile_shifts[i] - shift) * A(width < classes - first ? width : classes - first);
+        losses[row] = loss_of(label, label.valid ? picked[row] - shift : A(0), sum, e.total, classes, A(smoothing));
+        shifts[row] = label.valid ? shift : A(0);
+        totals[row] = label.valid ? e.total : A(1);
     }
 }

@@ -145,9 +145,14 @@ BUDGETS = """
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
     scatter.cu      | mark_last<int>                                                      |  16  0  1
     scatter.cu      | write_kept<unsigned short>                                          |  32  0 80
-    softmax.cu      | cross_entropy_backward<bfloat16, 512, 0, 8>                         |  64  6  8
-    softmax.cu      | cross_entropy_backward<bfloat16, 512, 32, 8>                        |  64  8  8
+    softmax.cu      | cross_entropy_backward<bfloat16, bfloat16, 512, 0, 8>               |  64  6  8
+    softmax.cu      | cross_entropy_backward<bfloat16, bfloat16, 512, 32, 8>              |  64  8  8
+    softmax.cu      | cross_entropy_backward<bfloat16, float, 256, 16, 8>                 |  64  6  6
+    softmax.cu      | cross_entropy_backward<bfloat16, float, 512, 0, 8>                  |  64  9  6
     softmax.cu      | cross_entropy_forward<bfloat16, 512, 0, 8>                          |  64  6  7
+    softmax.cu      | cross_entropy_of_tiles<float>                                       |  40  0 25
+    softmax.cu      | cross_entropy_tile<float, 256, 16, 4>                               |  64  4  7
+    softmax.cu      | cross_entropy_tile<float, 512, 0, 4>                                |  64 14  8
     softmax.cu      | softmax_backward<true, bfloat16, 512, 0, 8>                         |  64 15  4
     softmax.cu      | softmax_backward<true, bfloat16, 512, 32, 8>                        |  64 12  3
     softmax.cu      | softmax_forward<true, bfloat16, 512, 0, 8>                          |  64  9  3

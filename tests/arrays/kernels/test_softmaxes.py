@@ -167,3 +167,61 @@ def test_far_logits_that_are_equal(emulator: Any, place: Any, classes: int) -> N
     want = np.full(x.shape, 1 / classes)
     want[np.arange(3), labels] -= 1
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name
+)
+@pytest.mark.parametrize(("classes", "width"), [(40, 16), (300, 300), (9100, 9001)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.filterwarnings("ignore")
+def test_tiles_of_classes_give_what_all_of_them_give(
+    emulator: Any, place: Any, close: Any, classes: int, width: int, smoothing: float, dtype: Any
+) -> None:
+    """Losses and what is kept for slopes, from tiles of some rows and classes; slopes of a tile, rounded once. A label
+    is in a tile, at its ends, in another one, ignored, or no class; logits are far, infinite and missing."""
+    rng, n = np.random.default_rng(classes), 9
+    x = rng.normal(scale=3, size=(n, classes))
+    labels = rng.integers(0, classes, n)
+    labels[:5] = -100, classes, width - 1, width % classes, 0
+    x[0, 0] = x[1, 1] = np.nan
+    x[5] += 1e4
+    x[6, :-1] = -np.inf
+    x[7, 1] = -np.inf
+    x[8, 3] = np.inf
+    wide = np.float64 if dtype == np.float64 else np.float32
+    x, at, g = place(x, wide), place(labels), place(rng.normal(size=n), wide)
+    params = {"ignore_index": -100, "label_smoothing": smoothing}
+    targets = softmaxes.Targets.of(at, classes, *params.values())
+    losses = softmaxes.TiledLosses(targets, width, np.dtype(wide))
+    tiles = [(b, slice(i, min(i + width, classes))) for i in range(0, classes, width) for b in (slice(4), slice(4, n))]
+    for b, c in tiles:
+        losses.show(place(x[b, c], wide), b, c.start)
+    got = losses.results()
+    want = OPS["cross_entropy"].numpy(x.astype(np.float64), at, **params)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == wide
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    _, shift, total = got
+    slope = OPS["cross_entropy_backward"].numpy(
+        g.astype(np.float64), x.astype(np.float64), at, shift.astype(np.float64), total.astype(np.float64), **params
+    )
+    for b, c in tiles:
+        of_rows = [place(a[b]) for a in (g, shift, total)]
+        here = targets._replace(labels=place(labels[b]))
+        dx = softmaxes.slopes(place(x[b, c], wide), here, of_rows, np.dtype(dtype), c.start)
+        assert dx.dtype == dtype
+        there = ~np.isnan(slope[b, c])
+        np.testing.assert_array_equal(~np.isnan(dx.astype(wide)), there)
+        close(dx[there], slope[b, c][there], factor=0.2 if np.dtype(dtype).itemsize == 2 else 1)
+
+
+def test_tiles_of_far_logits_that_are_equal(emulator: Any, place: Any) -> None:
+    """The sum over the classes, too, is that of what is left of them."""
+    x, labels = np.full((3, 20), [[1e30], [-3e38], [1.0]], np.float32), place(np.asarray([0, 19, 2]))
+    losses = softmaxes.TiledLosses(softmaxes.Targets.of(labels, 20, None, 0.5), 8, np.dtype(np.float32))
+    for c in (slice(0, 8), slice(8, 16), slice(16, 20)):
+        losses.show(place(x[:, c]), slice(3), c.start)
+    np.testing.assert_allclose(losses.results()[0], np.log(20), rtol=1e-6)
+    empty = softmaxes.TiledLosses(softmaxes.Targets.of(labels, 0, 2, 0.0), 1, np.dtype(np.float32))
+    np.testing.assert_array_equal(empty.results()[0], [np.nan, np.nan, 0])

@@ -23,7 +23,12 @@ SIZES = {
 }
 # The type of factors and result, with the types to compute in and of the scale.
 SERVED = {(2, 2, 2): (68, 0), (14, 14, 14): (68, 0), (0, 0, 0): (68, 0), (1, 1, 1): (70, 1), (4, 4, 4): (68, 4)}
-SERVED |= {(5, 5, 5): (70, 5), **{(x, y, d): (68, 0) for x, y in ((28, 28), (28, 29), (29, 28)) for d in (0, 2, 14)}}
+SERVED |= {
+    (2, 2, 0): (68, 0),
+    (14, 14, 0): (68, 0),
+    (5, 5, 5): (70, 5),
+    **{(x, y, d): (68, 0) for x, y in ((28, 28), (28, 29), (29, 28)) for d in (0, 2, 14)},
+}
 
 asked: list[tuple[Any, ...]] = []
 """The operands' types and the epilogue of each request for an algorithm."""
@@ -102,7 +107,7 @@ class Product:
         )
         scale = libraries.CUDA_TYPES[self.description[1]]
         self.numbers, self.libraries = [w.number(i, scale) for i in (2, 7)], libraries
-        if self.numbers != [1, 0]:
+        if self.numbers not in ([1, 0], [1, 1]):
             self.status = INVALID
 
     def _matrix(self, i: int, m: dict[int, int], across: int) -> np.ndarray:
@@ -126,6 +131,8 @@ class Product:
                 found = found + vector.astype(wide)[:, None]
             else:
                 vector[...] = a.sum(axis=(0, 2)).astype(out.dtype)
+        if self.numbers[1]:
+            found = found + out.astype(wide)
         out[...] = found.astype(out.dtype)
         return OK
 

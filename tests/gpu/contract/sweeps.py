@@ -404,6 +404,22 @@ def products(_: str) -> dict[str, Any]:
                     if got is None or got.dtype != dtype or not near(FAKE.cupy.asnumpy(got), wanted, dtype):
                         out["differences"].append(f"{np.dtype(dtype).name} {shapes} {a} {b} {name}")
     out["calls"] = calls
+    for dtype in (np.float16, mt.bfloat16, np.float32):
+        # Sums in float32, unrounded, added to what is there: in memory of theirs, at an odd address, or with gaps.
+        hosts = [rng.standard_normal(s).astype(dtype) for s in ((6, 16), (16, 9))]
+        want = np.matmul(*(h.astype(np.float64) for h in hosts))
+        memory = FAKE.cupy.ones((7, 12), np.float32)
+        for sums in (
+            None,
+            memory.reshape(-1)[:54].reshape(6, 9),
+            memory.reshape(-1)[1:55].reshape(6, 9),
+            memory[:6, :9],
+        ):
+            memory[...] = 1
+            add = sums is not None
+            got = lt.product(*map(FAKE.cupy.asarray, hosts), dtype=np.dtype(np.float32), out=sums, add=add)
+            if not near(FAKE.cupy.asnumpy(got), want + add, np.float32) or (add and got is not sums):
+                out["differences"].append(f"{np.dtype(dtype).name} in float32, {sums is None or sums.strides}")
     with mt.use_device("cuda:0"):
         x, w = (mt.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((8, 4, 6), (6, 5)))
         heads = mt.zeros((2, 4, 3, 5))  # with a query for each of three, as attention has them
