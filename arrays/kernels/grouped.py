@@ -20,8 +20,8 @@ from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import NOTHING, contiguous, i64, named, runner, wide
 
 FILE = "grouped.cu"
-THREADS, SHORT, BLOCKS = 256, 64, 256
-"""Threads of a block; columns of a tile where a block has several products; blocks that count pairs, at most."""
+THREADS, ROWS, BLOCKS = 256, 128, 256
+"""Threads of a block; rows of a tile; blocks that count pairs, at most."""
 
 
 def variants() -> Iterator[tuple[str, str]]:
@@ -52,9 +52,8 @@ class _Call:
         self.operands = [contiguous(a.astype(self.dtype, copy=False)) for a in operands]
         self.weights = contiguous(weights.astype(self.work, copy=False))
         self.tensor = self.dtype.itemsize == 2 and runner().properties().capability >= 80
-        self.deep = 64 // self.dtype.itemsize
-        self.tile_rows = 128 if self.tensor else 64
-        self.most = ceil_div(self.pairs, self.tile_rows) + min(self.experts, self.pairs)
+        self.half = 128 if self.tensor else 64  # columns of each of a block's two tiles
+        self.most = ceil_div(self.pairs, ROWS) + min(self.experts, self.pairs)
 
     def is_empty(self) -> bool:
         return not min(self.pairs, self.experts, self.width, self.hidden)
@@ -62,7 +61,7 @@ class _Call:
     def is_served(self) -> bool:
         """Whether pairs, lengths and blocks can be counted in 32 bits."""
         longest = max(self.width, self.hidden)
-        blocks = (self.most + self.experts * ceil_div(longest, self.tile_rows)) * ceil_div(longest, SHORT)
+        blocks = (self.most + self.experts * ceil_div(longest, ROWS)) * ceil_div(longest, self.half)
         return max(blocks, longest, self.pairs, self.experts * BLOCKS) < MAX_GRID - 2**16
 
     def route(self, chosen: Any, numbers: Any) -> None:
@@ -71,64 +70,53 @@ class _Call:
         share = ceil_div(max(ceil_div(self.pairs, BLOCKS), 2 * THREADS), THREADS) * THREADS
         grid = (ceil_div(self.pairs, share), 1, 1)
         sizes = i32(self.pairs, self.experts, share)
-        self.found, self.order = empty(self.pairs, np.int32), empty(self.pairs, np.int32)
+        self.found, self.order, self.sources = (empty(self.pairs, np.int32) for _ in range(3))
         counts, self.starts = empty((grid[0], self.experts), np.int32), empty(self.experts + 1, np.int32)
         self.tiles = empty((self.most, 3), np.int32)
         given = [contiguous(a.astype(np.int64, copy=False)) for a in (chosen, numbers)]
         _launch("count_pairs", grid, [*given, self.found, counts, *sizes])
-        made = [self.order, self.starts, self.tiles]
-        _launch("place_pairs", grid, [self.found, counts, *made, *sizes, *i32(self.tile_rows, self.most)])
+        made = [self.order, self.sources, self.starts, self.tiles]
+        _launch("place_pairs", grid, [self.found, counts, *made, *sizes, *i32(self.k, ROWS, self.most)])
 
     def products(
-        self,
-        kernel: str,
-        variant: bool | int,
-        blocks: int,
-        tiles: Sequence[tuple[int, int]],
-        read: Sequence[Any],
-        made: Sequence[Any],
-        *more: Any,
+        self, kernel: str, variant: bool | int, blocks: int, read: Sequence[Any], made: Sequence[Any], *more: Any
     ) -> None:
-        """Start a kernel that multiplies what it reads of ``read``: in each step, tiles of so many rows and columns."""
+        """Start a kernel that multiplies what it reads of ``read``."""
         size = self.dtype.itemsize
         addresses = [runner().address(a) for a in (*read, *made) if a is not NOTHING]
         aligned = all(vector_length(n, (size,), addresses) > 1 for n in (self.width, self.hidden))
-        shared = 2 * sum(rows * (columns * size + 16) for rows, columns in tiles)
-        name = named(kernel, variant, self.tensor, self.dtype)
-        _launch(name, (blocks, 1, 1), [*read, *made, *more, np.bool_(aligned)], shared)
+        # Tiles of 64 elements (64 bytes) along the sums, of as many steps as a block has the memory for.
+        stage = (ROWS + 2 * self.half) * (2 * 64 if self.tensor else 64 + 16)
+        stages = min(4 if self.tensor else 3, (runner().properties().shared_memory - 2048) // stage)
+        given = [*read, *made, *more, np.bool_(aligned), np.int32(stages)]
+        _launch(named(kernel, variant, self.tensor, self.dtype), (blocks, 1, 1), given, stages * stage)
 
     def hidden_units(self, read: Sequence[Any], parts: Any) -> list[Any]:
         """The hidden units by place in the order, and with ``parts`` the cotangents of their two products."""
         backward = parts is not NOTHING
         made = [runner().xp.empty((self.pairs, self.hidden), self.dtype) for _ in range(3 if backward else 1)]
-        left, right, turned = (self.tile_rows, self.deep), (self.deep, SHORT), (SHORT, self.deep)
-        tiles = (left, left, right, right, turned) if backward else (left, right, right)
-        given = [self.weights, self.order, self.tiles, parts, *i32(self.k, self.most, self.width, self.hidden)]
+        given = [self.weights, self.order, self.sources, self.tiles, parts, *i32(self.most, self.width, self.hidden)]
+        blocks = self.most * ceil_div(self.hidden, self.half * (2 if backward else 1))
         written = [*made, *[NOTHING] * (3 - len(made))]
-        self.products(
-            "experts_hidden", backward, self.most * ceil_div(self.hidden, SHORT), tiles, read, written, *given
-        )
+        self.products("experts_hidden", backward, blocks, read, written, *given)
         return made
 
     def row_sums(self, backward: bool, read: Sequence[Any], like: Any) -> Any:
         """Products of hidden units, added up for each row."""
         pairs = runner().xp.empty((self.pairs, self.width), self.work)
-        right = (self.tile_rows, self.deep) if backward else (self.deep, self.tile_rows)
         given = [self.weights, self.order, self.tiles, *i32(self.most, self.width, self.hidden)]
-        blocks = self.most * ceil_div(self.width, self.tile_rows)
-        self.products("experts_rows", backward, blocks, ((self.tile_rows, self.deep), right), read, [pairs], *given)
+        blocks = self.most * ceil_div(self.width, 2 * self.half)
+        self.products("experts_rows", backward, blocks, read, [pairs], *given)
         return self.summed(pairs, like, self.width, self.k, False)
 
     def matrices(self, a: Any, *b: Any) -> list[Any]:
         """For each expert the product of the columns of ``a`` and of ``b``, over the rows of its pairs."""
         lengths = (self.width, self.hidden) if len(b) == 2 else (self.hidden, self.width)
-        columns = SHORT if len(b) == 2 else self.tile_rows
         out = [runner().xp.empty((self.experts, *lengths), self.dtype) for _ in b]
-        blocks = self.experts * ceil_div(lengths[0], self.tile_rows) * ceil_div(lengths[1], columns)
-        tiles = ((self.deep, self.tile_rows), *[(self.deep, columns)] * len(b))
+        blocks = self.experts * ceil_div(lengths[0], ROWS) * ceil_div(lengths[1], self.half * (3 - len(b)))
         absent = [NOTHING] * (2 - len(b))
-        given = [self.order, self.starts, *i32(self.k, *lengths)]
-        self.products("experts_matrices", len(b), blocks, tiles, [a, *b, *absent], [*out, *absent], *given)
+        given = [self.sources, self.starts, *i32(*lengths)]
+        self.products("experts_matrices", len(b), blocks, [a, *b, *absent], [*out, *absent], *given)
         return out
 
     def summed(self, values: Any, like: Any, width: int, each: int, together: bool) -> Any:
@@ -177,7 +165,7 @@ def experts_backward(g: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: A
         return NotImplemented
     call.route(chosen, numbers)
     rows, slopes, *matrices = call.operands
-    each = ceil_div(call.hidden, SHORT) * (2 if call.tensor else 1)
+    each = ceil_div(call.hidden, call.half) * (4 if call.tensor else 2)
     parts = xp.empty((call.pairs, each), call.work)
     h, of_gate, of_up = call.hidden_units([rows, slopes, *matrices], parts)
     dweights = call.summed(parts, weights, 1, each, True)

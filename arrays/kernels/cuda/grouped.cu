@@ -3,10 +3,10 @@
 // A pair is a row and one of its choices. Pairs are put in the order of their experts, and of the rows within each. A block
 // then multiplies a tile of one expert's pairs; it finds the tile in a list, so that the host need not know how many there are.
 //
-// TENSOR is the tensor cores (floats of two bytes from compute capability 8.0 on, tiles of 128 rows), else each thread
-// multiplies numbers (tiles of 64 rows). Sums are made in float32 (float64 of its own) and in one order.
-#include "headers/matrices.cuh"
+// TENSOR is the tensor cores (floats of two bytes from compute capability 8.0 on), else each thread multiplies numbers. Sums are made in
+// float32 (float64 of its own) and in one order.
 #include "headers/reduce.cuh"
+#include "headers/stages.cuh"
 
 constexpr int THREADS = 256;
 
@@ -52,8 +52,10 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
+// `order` and `sources` are the pairs and their rows.
 __global__ void __launch_bounds__(THREADS)
-    place_pairs(const int* found, const int* counts, int* order, int* starts, Tile* tiles, int pairs, int experts, int share, int rows, int most)
+    place_pairs(const int* found, const int* counts, int* order, int* sources, int* starts, Tile* tiles, int pairs, int experts, int share, int choices,
+                int rows, int most)
 {
     const int first = blockIdx.x * share, last = min(pairs - first, share) + first;
     int begin = 0, tile = 0;
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i * rows < all; ++i) tiles[tile + (int)(sums.a >> 32) + i] = Tile{e, at + i * rows, min(rows, all - i * rows)};
         }
         at += before;
-        for_pairs(found, first, last, e < experts ? e : -1, [&](int pair) { order[at++] = pair; });
+        for_pairs(found, first, last, e < experts ? e : -1, [&](int pair) { order[at] = pair, sources[at++] = pair / choices; });
         begin += (int)sums.b, tile += (int)(sums.b >> 32);
     }
     if (blockIdx.x == 0) {
@@ -83,105 +85,196 @@ __global__ void __launch_bounds__(THREADS)
 
 // ----- tiles of products ------------------------------------------------------------------------------------------------
 
+// A block has ROWS rows, and two tiles of HALF columns: of two matrices, or neighbours in one.
+constexpr int ROWS = 128;
 template <bool TENSOR>
-constexpr int ROWS = TENSOR ? 128 : 64;  // of a tile, and its columns where a block has one product; else SHORT
-constexpr int SHORT = 64;
-template <class T>
-constexpr int DEEP = 64 / (int)sizeof(T);  // elements along the sums
-template <int ROWS, int COLUMNS, class T>
-constexpr int SIZE = ROWS * STRIDE<COLUMNS, T>;
+constexpr int HALF = TENSOR ? 128 : 64;
+template <bool TENSOR, class T>
+constexpr int DEEP = TENSOR ? 64 : 64 / (int)sizeof(T);  // elements along the sums
 
-// The sums of a tile that a thread has: in four rows, EACH columns, of which VEC are neighbours. LANES threads have a row, or one of
-// PARTS of it.
+// Tiles lie so that what eight lanes read at once is in different banks: for TENSOR the vectors of a row of 128 or 256 bytes change
+// places with its number, else 16 bytes that nobody uses follow each row.
 template <bool TENSOR, int COLUMNS, class T>
-struct Sums {
-    static constexpr int EACH = TENSOR ? COLUMNS / 8 : COLUMNS / 16, VEC = TENSOR ? 2 : 1, LANES = TENSOR ? 4 : 16, PARTS = TENSOR ? 2 : 1;
-    Wide<T> at[EACH][4] = {};  // TENSOR: two rows of fragments, as a warp has 32 rows of half of the columns
+__device__ inline int place(int row, int column)
+{
+    if constexpr (TENSOR)
+        return row * COLUMNS + (column / 8 ^ row % 8) * 8 + column % 8;
+    else
+        return row * STRIDE<COLUMNS, T> + column;
+}
+template <bool TENSOR, int ROWS, int COLUMNS, class T>
+constexpr int SIZE = ROWS * (TENSOR ? COLUMNS : STRIDE<COLUMNS, T>);
 
-    __device__ static int row(int r)
+// The tiles of a step. A factor's tile has its rows, or TURNED, its columns.
+template <bool LEFT_TURNED, bool RIGHT_TURNED, bool TENSOR, class T>
+struct Stage {
+    static constexpr int D = DEEP<TENSOR, T>, H = HALF<TENSOR>;
+    static constexpr int LEFT = LEFT_TURNED ? SIZE<TENSOR, D, ROWS, T> : SIZE<TENSOR, ROWS, D, T>;
+    static constexpr int RIGHT = RIGHT_TURNED ? SIZE<TENSOR, H, D, T> : SIZE<TENSOR, D, H, T>, ALL = LEFT + 2 * RIGHT;
+
+    __device__ static int left(int row, int k) { return LEFT_TURNED ? place<TENSOR, ROWS, T>(k, row) : place<TENSOR, D, T>(row, k); }
+    __device__ static int right(int half, int k, int column)
     {
-        return TENSOR ? threadIdx.x / 64 * 32 + r / 2 * 16 + r % 2 * 8 + threadIdx.x % 32 / 4 : threadIdx.x / 16 * 4 + r;
-    }
-    __device__ static int column(int c)
-    {
-        return TENSOR ? part() * (COLUMNS / 2) + c / 2 * 8 + threadIdx.x % 4 * 2 + c % 2 : threadIdx.x % 16 + c * 16;
-    }
-    __device__ static int part() { return TENSOR ? threadIdx.x / 32 % 2 : 0; }
-    __device__ Wide<T>& operator()(int r, int c)
-    {
-        if constexpr (TENSOR)
-            return at[r / 2 * (EACH / 2) + c / 2][r % 2 * 2 + c % 2];
-        else
-            return at[c][r];
+        return LEFT + half * RIGHT + (RIGHT_TURNED ? place<TENSOR, D, T>(column, k) : place<TENSOR, H, T>(k, column));
     }
 };
 
-// sums[FIRST + i] += a b_i, for COUNT tiles b_i that lie one after another. A factor's tile has its rows, or TURNED, its columns.
-template <int FIRST, int COUNT, bool LEFT_TURNED, bool RIGHT_TURNED, bool TENSOR, int COLUMNS, class T, int N>
-__device__ inline void add_products(Sums<TENSOR, COLUMNS, T> (&sums)[N], const T* a, const T* b)
+// The vectors of a tile of N rows of D elements that a thread copies: EACH of them, STEP rows apart.
+template <int D, int N, class T>
+struct Copies {
+    static constexpr int VEC = 16 / (int)sizeof(T), STEP = THREADS / (D / VEC), EACH = N / STEP;
+    static_assert(EACH * STEP == N, "each thread copies as many");
+
+    __device__ static int row(int i) { return threadIdx.x / (D / VEC) + i * STEP; }
+    __device__ static int column() { return threadIdx.x % (D / VEC) * VEC; }
+};
+
+// Row i begins at `matrix + at(i, j)`, if it is the thread's vector j, and has `width` elements; zeros beyond, and from row `count` on.
+// `aligned`: all begin and end where the device loads 16 bytes. They are there after a wait for them and the next barrier.
+template <bool TENSOR, int D, int N, class T, class At>
+__device__ inline void copy_tile(T* tile, const T* matrix, int count, int width, bool aligned, const At& at)
 {
-    constexpr int D = DEEP<T>, LEFT = LEFT_TURNED ? ROWS<TENSOR> : D, RIGHT = RIGHT_TURNED ? D : COLUMNS;
-    constexpr int NEXT = RIGHT_TURNED ? SIZE<COLUMNS, D, T> : SIZE<D, COLUMNS, T>;
-    if constexpr (TENSOR) {
-        const int row = threadIdx.x / 64 * 32, column = threadIdx.x / 32 % 2 * (COLUMNS / 2);
+    using Own = Copies<D, N, T>;
+    const int column = Own::column();
 #pragma unroll
-        for (int k = 0; k < D; k += 16) {
-            u32 x[2][4], y[4];
-            left_fragment<LEFT_TURNED, LEFT>(x[0], a, row, k);
-            left_fragment<LEFT_TURNED, LEFT>(x[1], a, row + 16, k);
+    for (int j = 0; j < Own::EACH; ++j) {
+        const int row = Own::row(j);
+        const bool there = row < count && column < width;
+        const T* const from = there ? matrix + at(row, j) + column : matrix;
+        T* const to = tile + place<TENSOR, D, T>(row, column);
+        if (aligned)
+            copy_later(to, from, there);
+        else
+#pragma unroll 1
+            for (int c = 0; c < Own::VEC; ++c) to[c] = there && column + c < width ? from[c] : T{};
+    }
+}
+
+// The sums of both tiles that a thread has: in each, EACH rows of SPAN columns, of which VEC are neighbours. LANES threads have a row,
+// or one of PARTS of it.
+template <bool LEFT_TURNED, bool RIGHT_TURNED, bool TENSOR, class T>
+struct Sums {
+    static constexpr int EACH = 8, SPAN = TENSOR ? 8 : 4, LANES = TENSOR ? 4 : 8, PARTS = TENSOR ? 4 : 2;
+    static constexpr int VEC = TENSOR ? 2 : RIGHT_TURNED ? 1 : sizeof(T) == 8 ? 2 : 4;
+    Wide<T> at[2][EACH / 2][SPAN / 2][4] = {};  // TENSOR: a warp has 64 rows of 32 columns, in fragments of 16 x 8
+
+    __device__ static int warp() { return threadIdx.x / 32; }
+    __device__ static int lane() { return threadIdx.x % 32; }
+    __device__ static int part() { return TENSOR ? warp() % 4 : warp() % 2; }
+    __device__ static int down() { return warp() / 2 * 4 + lane() / 8; }  // without TENSOR, the place among 16 x 16 threads
+    __device__ static int across() { return part() * 8 + lane() % 8; }
+
+    __device__ static int row(int r)
+    {
+        if (TENSOR) return warp() / 4 * 64 + r / 2 * 16 + r % 2 * 8 + lane() / 4;
+        return LEFT_TURNED ? r / 4 * 64 + down() * 4 + r % 4 : r * 16 + down();
+    }
+    __device__ static int column(int c)
+    {
+        if (TENSOR) return part() * 32 + c / 2 * 8 + lane() % 4 * 2 + c % 2;
+        return RIGHT_TURNED ? c * 16 + across() : across() * 4 + c;
+    }
+    __device__ Wide<T>& operator()(int half, int r, int c) { return at[half][r / 2][c / 2][r % 2 * 2 + c % 2]; }
+};
+
+// 16 along the sums of a warp's rows and columns: eight loads of shared memory for 32 products.
+template <bool LEFT_TURNED, bool RIGHT_TURNED, class T>
+struct Fragments {
+    using Own = Stage<LEFT_TURNED, RIGHT_TURNED, true, T>;
+    u32 left[4][4], right[4][4];
+
+    __device__ void load(const T* stage, int k)
+    {
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 128 * 64, column = threadIdx.x / 32 % 4 * 32;
+        const int near = lane % 16, far = lane / 16 * 8, inner = lane / 8 % 2 * 8, outer = far + lane % 8;
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i)
+        for (int i = 0; i < 4; ++i)
+            if constexpr (LEFT_TURNED)
+                load_matrices<true>(left[i], stage + Own::left(row + i * 16 + inner, k + outer));
+            else
+                load_matrices<false>(left[i], stage + Own::left(row + i * 16 + near, k + far));
 #pragma unroll
-                for (int n = 0; n < COLUMNS / 16; n += 2) {
-                    right_fragments<RIGHT_TURNED, RIGHT>(y, b + i * NEXT, k, column + n * 8);
+        for (int i = 0; i < 4; ++i)
+            if constexpr (RIGHT_TURNED)
+                load_matrices<false>(right[i], stage + Own::right(i / 2, k + inner, column + i % 2 * 16 + outer));
+            else
+                load_matrices<true>(right[i], stage + Own::right(i / 2, k + near, column + i % 2 * 16 + far));
+    }
+
+    __device__ void add_products(Sums<LEFT_TURNED, RIGHT_TURNED, true, T>& sums) const
+    {
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        auto* const sum = sums[FIRST + i].at + half * (COLUMNS / 16) + n;
-                        multiply_add<T>(sum[0], x[half], y[0], y[1]);
-                        multiply_add<T>(sum[1], x[half], y[2], y[3]);
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) multiply_add<T>(sums.at[n / 2][m][n % 2 * 2 + i], left[m], right[n][i * 2], right[n][i * 2 + 1]);
+    }
+};
+
+// The same number by number, for all of a step.
+template <bool LEFT_TURNED, bool RIGHT_TURNED, class T>
+__device__ inline void add_numbers(Sums<LEFT_TURNED, RIGHT_TURNED, false, T>& sums, const T* stage)
+{
+    using Own = Stage<LEFT_TURNED, RIGHT_TURNED, false, T>;
+    using To = Sums<LEFT_TURNED, RIGHT_TURNED, false, T>;
+#pragma unroll
+    for (int k = 0; k < Own::D; k += 4) {
+        Vector<T, 4> x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = vector_at<4>(stage + (LEFT_TURNED ? Own::left(To::row(i / 4 * 4), k + i % 4) : Own::left(To::row(i), k)));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const auto y = vector_at<4>(stage + (RIGHT_TURNED ? Own::right(half, k, To::column(i)) : Own::right(half, k + i, To::column(0))));
+#pragma unroll
+                for (int r = 0; r < 8; ++r)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const int step = RIGHT_TURNED ? j : i, c = RIGHT_TURNED ? i : j;
+                        sums(half, r, c) += wide(LEFT_TURNED ? x[r / 4 * 4 + step].at[r % 4] : x[r].at[step]) * wide(y.at[j]);
                     }
-                }
-        }
-    } else {
-        const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16;
-#pragma unroll
-        for (int k = 0; k < D; k += 4) {
-            Vector<T, 4> x[4], y;
-#pragma unroll
-            for (int r = 0; r < 4; ++r) x[r] = vector_at<4>(LEFT_TURNED ? a + (k + r) * STRIDE<LEFT, T> + row : a + (row + r) * STRIDE<LEFT, T> + k);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-                for (int c = 0; c < COLUMNS / 16; ++c) {
-                    const T* const from = b + i * NEXT;
-                    if constexpr (RIGHT_TURNED)
-                        y = vector_at<4>(from + (column + c * 16) * STRIDE<RIGHT, T> + k);
-                    else
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) y.at[j] = from[(k + j) * STRIDE<RIGHT, T> + column + c * 16];
-#pragma unroll
-                    for (int r = 0; r < 4; ++r)
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) sums[FIRST + i].at[c][r] += wide(LEFT_TURNED ? x[j].at[r] : x[r].at[j]) * wide(y.at[j]);
-                }
-        }
+            }
     }
 }
 
-// All steps of a sum: the next one's tiles are on their way while one's are multiplied.
-template <int STAGE, class T, class Load, class Add>
-__device__ inline void for_steps(T* shared, int steps, const Load& load, const Add& add)
+// Adds the products of all steps, whose tiles `load(stage, step)` begins to copy, in the order of the steps.
+template <bool LEFT_TURNED, bool RIGHT_TURNED, bool TENSOR, class T, class Load>
+__device__ inline void add_products(Sums<LEFT_TURNED, RIGHT_TURNED, TENSOR, T>& sums, T* shared, int stages, int steps, const Load& load)
 {
-    if (steps) load(shared, 0);
-    for (int i = 0; i < steps; ++i) {
-        wait_for_copies();
-        __syncthreads();  // this step's are there, and nobody reads the last one's
-        if (i + 1 < steps) load(shared + (i + 1) % 2 * STAGE, i + 1);
-        add(shared + i % 2 * STAGE);
-    }
+    using Own = Stage<LEFT_TURNED, RIGHT_TURNED, TENSOR, T>;
+    if (steps == 0) return;
+    Ring ring(stages);
+    const auto begin = [&](int stage, int step) {
+        if (step < steps) load(shared + stage * Own::ALL, step);
+        close_copies();
+    };
+    __syncthreads();  // nobody reads tiles of other sums
+    for (int i = 0; i + 1 < stages; ++i) begin(i, i);
+    if constexpr (TENSOR) {
+        // Fragments are loaded while those before them are multiplied, over the end of a step too.
+        Fragments<LEFT_TURNED, RIGHT_TURNED, T> fragments[2];
+        ring.wait();
+        fragments[0].load(shared, 0);
+        for (int i = 0; i < steps; ++i, ring.turn()) {
+            begin(ring.free, i + stages - 1);
+#pragma unroll
+            for (int k = 16; k <= Own::D; k += 16) {
+                if (k == Own::D) ring.wait();
+                fragments[k / 16 % 2].load(shared + (k < Own::D ? ring.now : ring.next()) * Own::ALL, k % Own::D);
+                fragments[(k / 16 + 1) % 2].add_products(sums);
+            }
+        }
+    } else
+        for (int i = 0; i < steps; ++i, ring.turn()) {
+            ring.wait();
+            begin(ring.free, i + stages - 1);
+            add_numbers(sums, shared + ring.now * Own::ALL);
+        }
 }
 
-// VEC neighbours of a result; `aligned` are those that the device stores at once, which end together.
+// VEC neighbours of an array; `aligned` are those that the device moves at once, which end together.
 template <int VEC, class T>
 __device__ inline void store_part(T* to, const Vector<T, VEC>& v, int left, bool aligned)
 {
@@ -190,176 +283,271 @@ __device__ inline void store_part(T* to, const Vector<T, VEC>& v, int left, bool
     for (int i = 0; i < VEC; ++i)
         if (!aligned && i < left) to[i] = v.at[i];
 }
+template <int VEC, class T>
+__device__ inline Vector<T, VEC> load_part(const T* from, int left, bool aligned)
+{
+    if (aligned && 0 < left) return vector_at<VEC>(from);
+    Vector<T, VEC> v{};
+#pragma unroll
+    for (int i = 0; i < VEC; ++i)
+        if (!aligned && i < left) v.at[i] = from[i];
+    return v;
+}
+
+// A number of the sums in two of T: a float32 in two short ones, so that it waits where two results will be.
+template <class T>
+__device__ inline void split(Wide<T> x, T& low, T& high)
+{
+    if constexpr (sizeof(T) == 2) {
+        low.bits = (unsigned short)__float_as_uint(x);
+        high.bits = (unsigned short)(__float_as_uint(x) >> 16);
+    } else
+        low = x, high = T(0);
+}
+template <class T>
+__device__ inline Wide<T> joined(T low, T high)
+{
+    if constexpr (sizeof(T) == 2)
+        return __uint_as_float(low.bits | (u32)high.bits << 16);
+    else
+        return low;
+}
 
 __device__ inline int parts_of(int length, int part) { return (length + part - 1) / part; }
 
-// The tile of rows and of columns that a block has: eight tiles of rows take the same columns in turn, as long as these are in the cache.
+// The tile of rows and of columns that a block has: some tiles of rows take the same columns in turn, as long as these are in the cache.
 struct Work {
+    static constexpr int SIDE = 16;
     int row, column;
-    __device__ Work(int rows, int columns)
+    __device__ Work(int block, int rows, int columns)
     {
-        const int group = blockIdx.x / (8 * columns), in_group = blockIdx.x % (8 * columns), side = min(8, rows - group * 8);
-        row = group * 8 + in_group % side;
+        const int group = block / (SIDE * columns), in_group = block % (SIDE * columns), side = min(SIDE, rows - group * SIDE);
+        row = group * SIDE + in_group % side;
         column = in_group / side;
+    }
+};
+
+// The rows that a thread copies of a tile of the rows of pairs.
+template <int N>
+struct Sources {
+    int at[N];
+
+    template <class Own>
+    __device__ void find(const Own&, const int* sources, int count)
+    {
+#pragma unroll
+        for (int j = 0; j < N; ++j) at[j] = Own::row(j) < count ? sources[Own::row(j)] : 0;
     }
 };
 
 // h = silu(x gate) * (x up), by place in the order. BACKWARD, with `g` the cotangents of the rows: the same times the weight of
 // its pair, the cotangents of both products, and parts of the sums that are the weights' cotangents.
 template <bool BACKWARD, bool TENSOR, class T>
-__global__ void __launch_bounds__(THREADS, TENSOR && !BACKWARD ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
     experts_hidden(const T* x, const T* g, const T* gate, const T* up, const T* down, T* h, T* slopes_gate, T* slopes_up, const Wide<T>* weights,
-                   const int* order, const Tile* tiles, Wide<T>* parts, int choices, int most, int width, int hidden, bool aligned)
+                   const int* order, const int* sources, const Tile* tiles, Wide<T>* parts, int most, int width, int hidden, bool aligned, int stages)
 {
     using A = Wide<T>;
-    using Own = Sums<TENSOR, SHORT, T>;
-    constexpr int D = DEEP<T>, LEFT = SIZE<ROWS<TENSOR>, D, T>, RIGHT = SIZE<D, SHORT, T>, TURNED = SIZE<SHORT, D, T>;
-    constexpr int GATES = BACKWARD ? 2 * LEFT : LEFT, STAGE = GATES + 2 * RIGHT + (BACKWARD ? TURNED : 0);
+    using Own = Sums<false, false, TENSOR, T>;
+    constexpr int D = DEEP<TENSOR, T>, H = HALF<TENSOR>, COLUMNS = BACKWARD ? 2 * H : H;
+    using Left = Copies<D, ROWS, T>;
     DYNAMIC_SHARED(T, shared);
-    SHARED(int, rows, ROWS<TENSOR>);
-    const Work work(most, parts_of(hidden, SHORT));
+    SHARED(int, pairs, ROWS);
+    SHARED(A, factors, ROWS);
+    const Work work(blockIdx.x, most, parts_of(hidden, COLUMNS));
     const Tile tile = tiles[work.row];
     if (tile.expert < 0) return;
-    const int first = work.column * SHORT, left = hidden - first;
+    const int begin = work.column * COLUMNS, steps = parts_of(width, D);
     const i64 matrix = (i64)tile.expert * width * hidden;
-    for (int i = threadIdx.x; i < tile.count; i += THREADS) rows[i] = order[tile.first + i] / choices;
-    __syncthreads();
-    Own sums[BACKWARD ? 3 : 2];
-    const auto row_at = [&](int i) { return (i64)rows[i] * width; };
-    const auto load = [&](T* stage, int step) {
-        const int k = step * D;
-        const auto in_gate = [&](int i) { return (i64)i * hidden; };
-        load_tile<D, ROWS<TENSOR>>(stage, x + k, tile.count, width - k, aligned, row_at);
-        load_tile<SHORT, D>(stage + GATES, gate + matrix + (i64)k * hidden + first, width - k, left, aligned, in_gate);
-        load_tile<SHORT, D>(stage + GATES + RIGHT, up + matrix + (i64)k * hidden + first, width - k, left, aligned, in_gate);
-        if constexpr (BACKWARD) {
-            load_tile<D, ROWS<TENSOR>>(stage + LEFT, g + k, tile.count, width - k, aligned, row_at);
-            load_tile<D, SHORT>(stage + GATES + 2 * RIGHT, down + matrix + (i64)first * width + k, left, width - k, aligned, [&](int i) { return (i64)i * width; });
-        }
-    };
-    for_steps<STAGE>(shared, parts_of(width, D), load, [&](const T* stage) {
-        add_products<0, 2, false, false>(sums, stage, stage + GATES);
-        if constexpr (BACKWARD) add_products<2, 1, false, true>(sums, stage + LEFT, stage + GATES + 2 * RIGHT);
-    });
+    for (int i = threadIdx.x; BACKWARD && i < tile.count; i += THREADS) {
+        pairs[i] = order[tile.first + i];
+        factors[i] = weights[pairs[i]];
+    }
+    Sources<Left::EACH> rows;
+    rows.find(Left(), sources + tile.first, tile.count);
+    const auto row_at = [&](int, int j) { return (i64)rows.at[j] * width; };
+    if constexpr (BACKWARD) {  // g down^T waits where the cotangents will be
+        using Down = Sums<false, true, TENSOR, T>;
+        using Of = Stage<false, true, TENSOR, T>;
+        Down sums;
+        add_products(sums, shared, stages, steps, [&](T* stage, int step) {
+            const int k = step * D;
+            copy_tile<TENSOR, D, ROWS>(stage, g + k, tile.count, width - k, aligned, row_at);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        const int row = Own::row(r);
-        const bool there = row < tile.count;
-        const i64 at = (i64)(tile.first + row) * hidden + first;
-        const int pair = BACKWARD && there ? order[tile.first + row] : 0;
-        const A weight = BACKWARD && there ? weights[pair] : A(1);
-        A part = A(0);
+            for (int half = 0; half < 2; ++half) {
+                const int first = begin + half * H;
+                copy_tile<TENSOR, D, H>(stage + Of::LEFT + half * Of::RIGHT, down + matrix + (i64)first * width + k, hidden - first, width - k, aligned,
+                                        [&](int i, int) { return (i64)i * width; });
+            }
+        });
 #pragma unroll
-        for (int c = 0; c < Own::EACH; c += Own::VEC) {
-            const int column = Own::column(c);
-            Vector<T, Own::VEC> y, of_gate, of_up;
+        for (int r = 0; r < Down::EACH; ++r)
 #pragma unroll
-            for (int i = 0; i < Own::VEC; ++i) {
-                const A a = sums[0](r, c + i), b = sums[1](r, c + i), s = A(1) / (A(1) + exp(-a)), swish = a * s;
-                y.at[i] = narrow<T>(swish * b * weight);
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int c = 0; c < Down::SPAN; c += Down::VEC) {
+                    const int column = begin + half * H + Down::column(c);
+                    const i64 at = (i64)(tile.first + Down::row(r)) * hidden + column;
+                    Vector<T, Down::VEC> low, high;
+#pragma unroll
+                    for (int i = 0; i < Down::VEC; ++i) split(sums(half, r, c + i), low.at[i], high.at[i]);
+                    if (Down::row(r) >= tile.count) continue;
+                    store_part<Down::VEC>(slopes_gate + at, low, hidden - column, aligned);
+                    if (sizeof(T) == 2) store_part<Down::VEC>(slopes_up + at, high, hidden - column, aligned);
+                }
+    }
+#pragma unroll 1
+    for (int first = begin; first < min(hidden, begin + COLUMNS); first += H) {
+        using Of = Stage<false, false, TENSOR, T>;
+        Own sums;
+        const int left = hidden - first;
+        add_products(sums, shared, stages, steps, [&](T* stage, int step) {
+            const int k = step * D;
+            const auto of_hidden = [&](int i, int) { return (i64)i * hidden; };
+            copy_tile<TENSOR, D, ROWS>(stage, x + k, tile.count, width - k, aligned, row_at);
+            copy_tile<TENSOR, H, D>(stage + Of::LEFT, gate + matrix + (i64)k * hidden + first, width - k, left, aligned, of_hidden);
+            copy_tile<TENSOR, H, D>(stage + Of::LEFT + Of::RIGHT, up + matrix + (i64)k * hidden + first, width - k, left, aligned, of_hidden);
+        });
+        Vector<T, Own::VEC> low[Own::EACH][Own::SPAN / Own::VEC], high[Own::EACH][Own::SPAN / Own::VEC];  // all are on their way at once
+        const auto at = [&](int r) { return (i64)(tile.first + Own::row(r)) * hidden + first; };
+#pragma unroll
+        for (int r = 0; BACKWARD && r < Own::EACH; ++r)
+#pragma unroll
+            for (int c = 0; c < Own::SPAN; c += Own::VEC) {
+                const int column = Own::column(c), n = Own::row(r) < tile.count ? left - column : 0;
+                const i64 here = n > 0 ? at(r) + column : 0;
+                low[r][c / Own::VEC] = load_part<Own::VEC>(slopes_gate + here, n, aligned);
+                if (sizeof(T) == 2) high[r][c / Own::VEC] = load_part<Own::VEC>(slopes_up + here, n, aligned);
+            }
+#pragma unroll
+        for (int r = 0; r < Own::EACH; ++r) {
+            const int row = Own::row(r);
+            const bool there = row < tile.count;
+            const A weight = BACKWARD && there ? factors[row] : A(1);
+            A part = A(0);
+#pragma unroll
+            for (int c = 0; c < Own::SPAN; c += Own::VEC) {
+                const int column = Own::column(c);
+                Vector<T, Own::VEC> y, of_gate, of_up;
+#pragma unroll
+                for (int i = 0; i < Own::VEC; ++i) {
+                    const A a = sums(0, r, c + i), b = sums(1, r, c + i), s = A(1) / (A(1) + exp(-a)), swish = a * s;
+                    y.at[i] = narrow<T>(swish * b * weight);
+                    if constexpr (BACKWARD) {
+                        const A slope = joined(low[r][c / Own::VEC].at[i], high[r][c / Own::VEC].at[i]);
+                        if (column + i < left) part += slope * (swish * b);
+                        of_gate.at[i] = narrow<T>(slope * weight * b * (s + swish * (A(1) - s)));
+                        of_up.at[i] = narrow<T>(slope * weight * swish);
+                    }
+                }
+                if (!there) continue;
+                store_part<Own::VEC>(h + at(r) + column, y, left - column, aligned);
                 if constexpr (BACKWARD) {
-                    const A slope = sums[2](r, c + i);
-                    if (column + i < left) part += slope * (swish * b);
-                    of_gate.at[i] = narrow<T>(slope * weight * b * (s + swish * (A(1) - s)));
-                    of_up.at[i] = narrow<T>(slope * weight * swish);
+                    store_part<Own::VEC>(slopes_gate + at(r) + column, of_gate, left - column, aligned);
+                    store_part<Own::VEC>(slopes_up + at(r) + column, of_up, left - column, aligned);
                 }
             }
-            if (!there) continue;
-            store_part<Own::VEC>(h + at + column, y, left - column, aligned);
             if constexpr (BACKWARD) {
-                store_part<Own::VEC>(slopes_gate + at + column, of_gate, left - column, aligned);
-                store_part<Own::VEC>(slopes_up + at + column, of_up, left - column, aligned);
-            }
-        }
-        if constexpr (BACKWARD) {
 #pragma unroll
-            for (int o = Own::LANES / 2; o; o >>= 1) part += __shfl_xor_sync(WHOLE_WARP, part, o);
-            if (there && threadIdx.x % Own::LANES == 0)
-                parts[((i64)pair * parts_of(hidden, SHORT) + work.column) * Own::PARTS + Own::part()] = part;
+                for (int o = Own::LANES / 2; o; o >>= 1) part += __shfl_xor_sync(WHOLE_WARP, part, o);
+                if (there && threadIdx.x % Own::LANES == 0)
+                    parts[((i64)pairs[row] * parts_of(hidden, H) + first / H) * Own::PARTS + Own::part()] = part;
+            }
         }
     }
 }
 
 // The networks' outputs h down, times their weights, by pair. BACKWARD: the cotangents of x, slopes_gate gate^T + slopes_up up^T.
 template <bool BACKWARD, bool TENSOR, class T>
-__global__ void __launch_bounds__(THREADS, TENSOR ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
     experts_rows(const T* h, const T* h_up, const T* down, const T* up, Wide<T>* out, const Wide<T>* weights, const int* order, const Tile* tiles,
-                 int most, int width, int hidden, bool aligned)
+                 int most, int width, int hidden, bool aligned, int stages)
 {
-    using Own = Sums<TENSOR, ROWS<TENSOR>, T>;
-    constexpr int D = DEEP<T>, COLUMNS = ROWS<TENSOR>, LEFT = SIZE<ROWS<TENSOR>, D, T>;
-    constexpr int STAGE = LEFT + (BACKWARD ? SIZE<COLUMNS, D, T> : SIZE<D, COLUMNS, T>);
+    using Own = Sums<false, BACKWARD, TENSOR, T>;
+    using Of = Stage<false, BACKWARD, TENSOR, T>;
+    constexpr int D = DEEP<TENSOR, T>, H = HALF<TENSOR>;
     DYNAMIC_SHARED(T, shared);
-    const Work work(most, parts_of(width, COLUMNS));
+    const Work work(blockIdx.x, most, parts_of(width, 2 * H));
     const Tile tile = tiles[work.row];
     if (tile.expert < 0) return;
-    const int first = work.column * COLUMNS, left = width - first, steps = parts_of(hidden, D);
+    const int begin = work.column * 2 * H, steps = parts_of(hidden, D);
     const i64 matrix = (i64)tile.expert * width * hidden;
-    Own sums[1];
-    const auto load = [&](T* stage, int step) {
+    Own sums;
+    add_products(sums, shared, stages, BACKWARD ? 2 * steps : steps, [&](T* stage, int step) {
         const bool second = BACKWARD && step >= steps;
         const int k = (second ? step - steps : step) * D;
-        const auto of_hidden = [&](int i) { return (i64)i * hidden; };
-        load_tile<D, ROWS<TENSOR>>(stage, (second ? h_up : h) + (i64)tile.first * hidden + k, tile.count, hidden - k, aligned, of_hidden);
-        if constexpr (BACKWARD)
-            load_tile<D, COLUMNS>(stage + LEFT, (second ? up : down) + matrix + (i64)first * hidden + k, left, hidden - k, aligned, of_hidden);
-        else
-            load_tile<COLUMNS, D>(stage + LEFT, down + matrix + (i64)k * width + first, hidden - k, left, aligned, [&](int i) { return (i64)i * width; });
-    };
-    for_steps<STAGE>(shared, BACKWARD ? 2 * steps : steps, load, [&](const T* stage) { add_products<0, 1, false, BACKWARD>(sums, stage, stage + LEFT); });
+        const auto of_hidden = [&](int i, int) { return (i64)i * hidden; };
+        copy_tile<TENSOR, D, ROWS>(stage, (second ? h_up : h) + (i64)tile.first * hidden + k, tile.count, hidden - k, aligned, of_hidden);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+        for (int half = 0; half < 2; ++half) {
+            const int first = begin + half * H;
+            T* const to = stage + Of::LEFT + half * Of::RIGHT;
+            if constexpr (BACKWARD)
+                copy_tile<TENSOR, D, H>(to, (second ? up : down) + matrix + (i64)first * hidden + k, width - first, hidden - k, aligned, of_hidden);
+            else
+                copy_tile<TENSOR, H, D>(to, down + matrix + (i64)k * width + first, hidden - k, width - first, aligned, [&](int i, int) { return (i64)i * width; });
+        }
+    });
+#pragma unroll
+    for (int r = 0; r < Own::EACH; ++r) {
         const int row = Own::row(r);
         if (row >= tile.count) continue;
         const int pair = order[tile.first + row];
         const Wide<T> weight = BACKWARD ? Wide<T>(1) : weights[pair];
 #pragma unroll
-        for (int c = 0; c < Own::EACH; c += Own::VEC) {
-            const int column = Own::column(c);
-            Vector<Wide<T>, Own::VEC> y;
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int i = 0; i < Own::VEC; ++i) y.at[i] = sums[0](r, c + i) * weight;
-            store_part<Own::VEC>(out + (i64)pair * width + first + column, y, left - column, aligned);
-        }
+            for (int c = 0; c < Own::SPAN; c += Own::VEC) {
+                const int column = begin + half * H + Own::column(c);
+                Vector<Wide<T>, Own::VEC> y;
+#pragma unroll
+                for (int i = 0; i < Own::VEC; ++i) y.at[i] = sums(half, r, c + i) * weight;
+                store_part<Own::VEC>(out + (i64)pair * width + column, y, width - column, aligned);
+            }
     }
 }
 
 // Cotangents of matrices: for each expert the product a^T b of its pairs' rows, of COUNT right factors, zeros where it has no pairs.
 // With two, `a` is by row and `b` by place in the order; with one `a` is by place, and `b` by row.
 template <int COUNT, bool TENSOR, class T>
-__global__ void __launch_bounds__(THREADS, TENSOR ? 2 : 1)
-    experts_matrices(const T* a, const T* b, const T* b_second, T* out, T* out_second, const int* order, const int* starts, int choices,
-                     int rows, int columns, bool aligned)
+__global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
+    experts_matrices(const T* a, const T* b, const T* b_second, T* out, T* out_second, const int* sources, const int* starts, int rows, int columns,
+                     bool aligned, int stages)
 {
-    constexpr int D = DEEP<T>, COLUMNS = COUNT == 2 ? SHORT : ROWS<TENSOR>;
-    constexpr int LEFT = SIZE<D, ROWS<TENSOR>, T>, RIGHT = SIZE<D, COLUMNS, T>, STAGE = LEFT + COUNT * RIGHT;
-    using Own = Sums<TENSOR, COLUMNS, T>;
+    using Own = Sums<true, false, TENSOR, T>;
+    using Of = Stage<true, false, TENSOR, T>;
+    constexpr int D = DEEP<TENSOR, T>, H = HALF<TENSOR>, COLUMNS = COUNT == 2 ? H : 2 * H;
+    using Gathered = Copies<COUNT == 2 ? ROWS : H, D, T>;
     DYNAMIC_SHARED(T, shared);
-    const int across = parts_of(columns, COLUMNS), down = parts_of(rows, ROWS<TENSOR>);
-    const int expert = blockIdx.x / (across * down), row = blockIdx.x / across % down * ROWS<TENSOR>, column = blockIdx.x % across * COLUMNS;
+    const int across = parts_of(columns, COLUMNS), down = parts_of(rows, ROWS), expert = blockIdx.x / (across * down);
+    const Work work(blockIdx.x % (across * down), down, across);
+    const int row = work.row * ROWS, column = work.column * COLUMNS;
     const int first = starts[expert], count = starts[expert + 1] - first;
-    Own sums[COUNT];
-    const auto load = [&](T* stage, int step) {
+    Own sums;
+    Sources<Gathered::EACH> next;  // of the step that is copied next: it does not wait for them
+    next.find(Gathered(), sources + first, count);
+    add_products(sums, shared, stages, parts_of(count, D), [&](T* stage, int step) {
         const int k = step * D, here = first + k;
-        const auto place = [&](int i, bool by_row) { return (i64)(by_row ? order[here + i] / choices : here + i); };
-        const auto of_a = [&](int i) { return place(i, COUNT == 2) * rows; };
-        const auto of_b = [&](int i) { return place(i, COUNT == 1) * columns; };
-        load_tile<ROWS<TENSOR>, D>(stage, a + row, count - k, rows - row, aligned, of_a);
-        load_tile<COLUMNS, D>(stage + LEFT, b + column, count - k, columns - column, aligned, of_b);
-        if constexpr (COUNT == 2) load_tile<COLUMNS, D>(stage + LEFT + RIGHT, b_second + column, count - k, columns - column, aligned, of_b);
-    };
-    for_steps<STAGE>(shared, parts_of(count, D), load, [&](const T* stage) { add_products<0, COUNT, true, false>(sums, stage, stage + LEFT); });
+        const auto of_a = [&](int i, int j) { return (i64)(COUNT == 2 ? next.at[j] : here + i) * rows; };
+        const auto of_b = [&](int i, int j) { return (i64)(COUNT == 1 ? next.at[j] : here + i) * columns; };
+        copy_tile<TENSOR, ROWS, D>(stage, a + row, count - k, rows - row, aligned, of_a);
+        copy_tile<TENSOR, H, D>(stage + Of::LEFT, b + column, count - k, columns - column, aligned, of_b);
+        const int other = COUNT == 2 ? column : column + H;
+        copy_tile<TENSOR, H, D>(stage + Of::LEFT + Of::RIGHT, (COUNT == 2 ? b_second : b) + other, count - k, columns - other, aligned, of_b);
+        next.find(Gathered(), sources + here + D, count - k - D);
+    });
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
+    for (int r = 0; r < Own::EACH; ++r)
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int c = 0; c < Own::EACH; c += Own::VEC) {
-                const int at = row + Own::row(r), x = column + Own::column(c);
+            for (int c = 0; c < Own::SPAN; c += Own::VEC) {
+                const int at = row + Own::row(r), to = column + (COUNT == 1 ? half * H : 0) + Own::column(c);
+                T* const result = COUNT == 2 && half ? out_second : out;
                 Vector<T, Own::VEC> y;
 #pragma unroll
-                for (int j = 0; j < Own::VEC; ++j) y.at[j] = narrow<T>(sums[i](r, c + j));
-                if (at < rows) store_part<Own::VEC>((i ? out_second : out) + ((i64)expert * rows + at) * columns + x, y, columns - x, aligned);
+                for (int j = 0; j < Own::VEC; ++j) y.at[j] = narrow<T>(sums(half, r, c + j));
+                if (at < rows) store_part<Own::VEC>(result + ((i64)expert * rows + at) * columns + to, y, columns - to, aligned);
             }
 }
 

@@ -63,6 +63,7 @@ OWN inline unsigned short to_half(float x)
 struct Copy {  // of 16 bytes, or of zeros; made when its thread waits for it
     void* to;
     const void* from;
+    unsigned group;
 };
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
 enum Kind { NONE, SHUFFLE, BALLOT, SYNC };
@@ -77,6 +78,7 @@ struct Fiber {
     Index index;
     Copy copies[64];
     unsigned under_way = 0;  // of them
+    unsigned groups = 0;     // that were closed
 };
 struct Warp {
     unsigned char slots[2][32][16];
@@ -234,9 +236,9 @@ OWN inline void copy_later(void* to, const void* from)
     Fiber& f = fibers[current];
     if (((uintptr_t)to | (uintptr_t)from) % 16) fail("a misaligned copy");
     if (f.under_way == 64) fail("more copies under way than the emulation keeps");
-    f.copies[f.under_way++] = Copy{to, from};
+    f.copies[f.under_way++] = Copy{to, from, f.groups};
 }
-OWN inline void wait_for_copies();
+OWN inline void close_copies() { ++fibers[current].groups; }
 
 OWN inline void on_signal(int signal, siginfo_t*, void*)
 {
@@ -340,10 +342,13 @@ UNSEEN inline void access(const void* address, size_t n, bool write, bool atomic
 }
 UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true); }
 
-OWN inline void wait_for_copies()
+// Those of closed groups but for the last ones; with -1, all.
+OWN inline void wait_for_copies(int but = -1)
 {
     Fiber& f = fibers[current];
-    for (unsigned i = 0; i < f.under_way; ++i) {
+    unsigned n = 0;
+    while (n < f.under_way && (but < 0 || (int)(f.groups - f.copies[n].group) > but)) ++n;
+    for (unsigned i = 0; i < n; ++i) {
         const Copy c = f.copies[i];
         if (c.from) access(c.from, 16, false, false);
         access(c.to, 16, true, false);
@@ -351,7 +356,7 @@ OWN inline void wait_for_copies()
         if (c.from) std::memcpy(c.to, c.from, 16);
         else std::memset(c.to, 0, 16);
     }
-    f.under_way = 0;
+    std::memmove(f.copies, f.copies + n, (f.under_way -= n) * sizeof(Copy));
 }
 
 // ----- launches --------------------------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ def test_the_order_is_that_of_experts_and_rows(emulator: Any, place: Any, expert
     np.testing.assert_array_equal(call.order[: call.starts[-1]], np.concatenate(wanted))
     np.testing.assert_array_equal(call.starts, np.cumsum([0, *map(len, wanted)]))
     tiles = [
-        (e, first + i, min(64, n - i))
+        (e, first + i, min(kernels.ROWS, n - i))
         for e, (first, n) in enumerate(zip(call.starts, map(len, wanted), strict=False))
-        for i in range(0, n, 64)
+        for i in range(0, n, kernels.ROWS)
     ]
     np.testing.assert_array_equal(call.tiles[: len(tiles)], tiles)
     assert (call.tiles[len(tiles) :, 0] == -1).all()
