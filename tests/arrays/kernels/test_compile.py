@@ -202,7 +202,9 @@ def test_norms_of_a_sum_have_the_arithmetic_of_the_norm(
 
 def test_the_cotangent_of_a_row_of_one_element_is_zero(machine_code: Callable[..., dict[str, str]]) -> None:
     """It is a product less the mean of that product, which is rounded: so the product is, and not contracted."""
-    (text,) = machine_code("row_norm.cu", ["norm_backward<true, false, float, float, float, 32, 8, false>"], 90).values()
+    (text,) = machine_code(
+        "row_norm.cu", ["norm_backward<true, false, float, float, float, 32, 8, false>"], 90
+    ).values()
     assert len(re.findall(r"\bmul\.rn\.f32\b", text)) >= 8
 
 
