@@ -287,8 +287,8 @@ def convolution(
     modes = is_tf32(), determinism.is_deterministic()
     last = _has_channels_last(x) or _has_channels_last(y)
     if groups > 1 and (dtype.itemsize == 2 or (dtype.itemsize == 4 and modes[0])):
-        # On matrix units, where the channels are last, a NaN reaches results that do not read it: as it would in tiles of
-        # several groups, with zeros where the kernels of others would be.
+        # On matrix units, where the channels are last, a NaN reaches results that do not read it: as it would in tiles
+        # of several groups, with zeros where the kernels of others would be.
         last = False
     device = xp.cuda.runtime.getDevice()
     plan = _plan(device, Convolution(kind, dtype, shapes, last, (padding, stride, dilation), groups, *modes))

@@ -110,6 +110,7 @@ BUDGETS = """
     compact.cu      | write_true                                                          |  48  1 33
     float8.cu       | narrow_to<4, float>                                                 |  32  0 10
     float8.cu       | widen<4>                                                            |  32  0 10
+    gather.cu       | gather_rows<u64, 2, i64>                                            |  48  8  1
     group_norm.cu   | group_norm_backward<bfloat16, bfloat16, false>                      |  80  6 51
     group_norm.cu   | group_norm_backward<bfloat16, bfloat16, true>                       |  80  6 56
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 256, 16, false>              |  64  4 32
