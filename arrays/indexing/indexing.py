@@ -18,6 +18,7 @@ from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, ShapeDtype, move, state
+from ..kernels import gathers
 from ..kernels import scatter as kernels
 from ..ops.param_kinds import SIZES, TEMPLATE
 from .keys import parse
@@ -159,7 +160,15 @@ def _last_writes(xp: Any, g: Any, *arrays: Any, template: Template) -> Any:
 
 
 _INDEX = {"template": TEMPLATE}
-GETITEM = Op("getitem", ("x", "*arrays"), _getitem, _infer_getitem, params=_INDEX, view="always")
+GETITEM = Op(
+    "getitem",
+    ("x", "*arrays"),
+    _getitem,
+    _infer_getitem,
+    overrides={"cupy": gathers.getitem},
+    params=_INDEX,
+    view="always",
+)
 
 
 def _write(name: str, impl: Callable[..., Any], on_cuda: Callable[..., Any]) -> Op:

@@ -275,7 +275,7 @@ def convolution(
     """The result, of ``shape``, of a function of :data:`KINDS` on two of CuPy's arrays, in the order that it names;
     None where cuDNN does not serve it.
 
-    Where the channels of an operand are last in memory, those of the result are, too.
+    Where the channels of an operand are last in memory, those of the result are, too, but for groups on matrix units.
     """
     if xp is np or library() is None:
         return None
@@ -284,7 +284,12 @@ def convolution(
         return None
     if max(*padding, *stride, *dilation, groups) > LARGEST:
         return None
-    last, modes = _has_channels_last(x) or _has_channels_last(y), (is_tf32(), determinism.is_deterministic())
+    modes = is_tf32(), determinism.is_deterministic()
+    last = _has_channels_last(x) or _has_channels_last(y)
+    if groups > 1 and (dtype.itemsize == 2 or (dtype.itemsize == 4 and modes[0])):
+        # On matrix units, where the channels are last, a NaN reaches results that do not read it: as it would in tiles
+        # of several groups, with zeros where the kernels of others would be.
+        last = False
     device = xp.cuda.runtime.getDevice()
     plan = _plan(device, Convolution(kind, dtype, shapes, last, (padding, stride, dilation), groups, *modes))
     if plan is None:

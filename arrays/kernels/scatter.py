@@ -17,6 +17,7 @@ import numpy as np
 from ..backends.determinism import is_deterministic
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
+from .gathers import take_rows
 from .geometry import ceil_div, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
@@ -160,7 +161,7 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
     r = runner()
     count = places.shape[0]
     order = _order(places, out.size // inner)
-    ordered = contiguous(places[order])
+    ordered = take_rows(places, order)
     a, vector = summed_as(out.dtype), _vector(values, out, inner, one)
     tiles = ceil_div(inner, 32 * vector)
     chunk = max(8, min(256, ceil_div(count * tiles, 32 * r.properties().multiprocessors)))
@@ -215,7 +216,7 @@ def last_writes_kept(places: Any, rows: int) -> Any:
         _launch(named("kept_by_mark", n), count, places, last, kept, i64(count))
     else:  # a mark for every place would be most of the work, and of the memory
         order = _order(places, rows)
-        _launch(named("kept_by_order", _I64), count, contiguous(places[order]), order, kept, i64(count))
+        _launch(named("kept_by_order", _I64), count, take_rows(places, order), order, kept, i64(count))
     return kept
 
 
@@ -300,7 +301,7 @@ def index_extremum(name: str) -> Callable[..., Any]:
         values, _ = _values(v, places, inner, template, arrays, out)
         values = xp.broadcast_to(values.astype(_compared_as(out.dtype), copy=False), (count, inner))
         order = _order(places, out.size // inner)
-        places, values = contiguous(places[order]), values[order]
+        places, values = take_rows(places, order), values[order]
         distance = 1
         while distance < count:
             joined = (places[distance:] == places[:-distance])[:, None]

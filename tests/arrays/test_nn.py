@@ -298,6 +298,23 @@ def test_dropout_add_rounds_once():
     assert mt.nn.dropout_add(x, y, 1.0, key=key).tolist() == mt.broadcast_to(y, (2, 2)).tolist()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint64, np.bool_])
+def test_integers_are_widened_or_refused(dtype):
+    """Their fractions are never cast back, which is left open for negative ones among unsigned integers."""
+    x = mt.asarray(np.array([[1, 0, 0], [3, 5, 7], [1, 1, 2]]).astype(dtype))
+    wide = mt.astype(x, mt.float64)
+    for fn in (mt.nn.softmax, mt.nn.log_softmax, mt.nn.gelu, *([mt.linalg.det] if dtype is not np.bool_ else [])):
+        assert fn(x).dtype == mt.float64
+        np.testing.assert_array_equal(n(fn(x)), n(fn(wide)))
+    key = mt.random.key(0)
+    refused = [lambda: mt.nn.dropout(x, 0.5, key=key), lambda: mt.nn.dropout_add(x, x, 0.5, key=key)]
+    for call in (*refused, *([lambda: mt.linalg.det(x)] if dtype is np.bool_ else [])):
+        with pytest.raises(DTypeError):
+            call()
+    trained = meshtape.optim.lazy_adam(0.1)
+    assert trained.init({"x": x})["mean"]["x"] is None
+
+
 def test_embedding():
     table = mt.asarray(rng.normal(size=(4, 3)))
     ids = mt.asarray([[1, 3], [1, 0]])

@@ -110,6 +110,7 @@ BUDGETS = """
     compact.cu      | write_true                                                          |  48  1 33
     float8.cu       | narrow_to<4, float>                                                 |  32  0 10
     float8.cu       | widen<4>                                                            |  32  0 10
+    gather.cu       | gather_rows<u64, 2, i64>                                            |  48  8  1
     group_norm.cu   | group_norm_backward<bfloat16, bfloat16, false>                      |  80  6 51
     group_norm.cu   | group_norm_backward<bfloat16, bfloat16, true>                       |  80  6 56
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 256, 16, false>              |  64  4 32
@@ -203,6 +204,14 @@ def test_norms_of_a_sum_have_the_arithmetic_of_the_norm(
         plain, of_sum = (Counter(_FLOATS.findall(t)) for t in machine_code("row_norm.cu", names, 90).values())
         assert of_sum - plain == {"add": 32}
         assert not plain - of_sum
+
+
+def test_the_cotangent_of_a_row_of_one_element_is_zero(machine_code: Callable[..., dict[str, str]]) -> None:
+    """It is a product less the mean of that product, which is rounded: so the product is, and not contracted."""
+    (text,) = machine_code(
+        "row_norm.cu", ["norm_backward<true, false, float, float, float, 32, 8, false>"], 90
+    ).values()
+    assert len(re.findall(r"\bmul\.rn\.f32\b", text)) >= 8
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

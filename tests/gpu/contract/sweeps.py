@@ -600,6 +600,8 @@ def convolutions(_: str) -> dict[str, Any]:
             out["asked"]["short, in any order"] = asked(lambda: [fn() for fn in short.values()])
         last = three(*(placed_as(h, "last") for h in hosts), case[2:])
         out["asked"]["channels last"] = asked(last["conv"])
+        short = three(*(a.astype(mt.float16) for a in (placed_as(h, "last") for h in hosts)), case[2:])
+        out["asked"]["groups, short, channels last"] = asked(short["conv"])
         out["asked"]["mixed"] = asked(three(x.astype(mt.float16), w, g, case[2:])["conv"])
         complex_ = three(*(a.astype(mt.complex64) for a in (x, w, g)), case[2:])
         out["asked"]["complex"] = asked(lambda: [fn() for fn in complex_.values()])

@@ -277,6 +277,7 @@ def test_convolutions_are_those_of_the_cpu(sweep: Sweep, request: pytest.Fixture
             "in any order": [[[k, 0, not last, 3] for k in kinds], free],
             "short, in any order": [[[k, 2, not last, 1] for k in kinds], ordered],
             "channels last": [[["Forward", 0, last, 3]], ordered[:1]],
+            "groups, short, channels last": [[["Forward", 2, not last, 1]], ordered[:1]],  # of matrix units
             "mixed": [[], ordered[:1]],
             "complex": [[], []],
         }
