@@ -1,4 +1,4 @@
-"""Casts of host memory with one rounding.
+"""Casts of buffers; those of host memory with one rounding.
 
 ml_dtypes makes its narrow floats of float32, so that float64 and wide integers are rounded twice on the way: a value
 just above the middle of two neighbours is first rounded to the middle, then to the even one, which may be the wrong
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2
+from ..core.op import Op, op_named
 
 NARROW = frozenset([bfloat16, float8_e4m3fn, float8_e5m2])
 _WIDE = frozenset(["f8", "i4", "i8", "u4", "u8"])
@@ -26,6 +27,9 @@ def cast(a: Any, dtype: np.dtype) -> Any:
     >>> x.astype(bfloat16), cast(x, bfloat16)
     (array([1], dtype=bfloat16), array([1.00781], dtype=bfloat16))
     """
+    if type(a).__module__ == "cupy":
+        out = Op.of_large(op_named("astype"), (a,), {"dtype": dtype})
+        return a.astype(dtype) if out is NotImplemented else out
     if dtype in NARROW and isinstance(a, np.ndarray) and a.dtype.str[1:] in _WIDE:
         a = _to_odd(a)
     return a.astype(dtype)

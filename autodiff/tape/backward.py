@@ -3,9 +3,10 @@
 Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the
 dtype of its value happen here, in :func:`fit`, and in no rule.
 
-The cotangents of floats of one or two bytes are kept, summed and pulled back in float32. They are rounded once, where
-they leave the engine: for a caller, a hook, a user's derivative, or an op whose own kernels take short operands and sum
-them in float32.
+The cotangents of floats of one or two bytes are summed and pulled back in float32. They are rounded once, where they
+leave the engine: for a caller, a hook, a user's derivative, or an op whose own kernels take short operands and sum them
+in float32. A cotangent that such an op gave waits as it is, and is widened where it is added to, or computed with: the
+same bits, and two casts less where the next op takes it short.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.backends import casts
 from ...arrays.chains.chains import as_one_launch
 from ...arrays.core.array import Array, new_id
 from ...arrays.core.dispatch import apply, compiled, wrap
@@ -89,7 +91,7 @@ def walk(
                 found = _found(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make)
                 for i, gx in found:
                     if gx is not None:
-                        give(gx, inputs[i], live, cots, owned, xp, wrapped)
+                        give(gx, inputs[i], live, cots, owned, xp, wrapped, short)
                 continue
             # The most frequent records by far: the rules are called as they are.
             v = outputs[0]
@@ -132,12 +134,19 @@ def give(
     owned: set[int],
     xp: Any,
     wrapped: bool,
+    short: Mapping[int, np.dtype] = NO_HOOKS,
 ) -> None:
-    """Add to the cotangent of the value ``v``."""
+    """Add to the cotangent of the value ``v``. The first one of a ``short`` value stays as short as it is until another
+    is added, or a rule needs it in float32: most go to an op that takes it as it is."""
     shape, dtype = live[v]
-    if g.shape != shape or g.dtype is not dtype:
-        g = fit(xp, g, shape, dtype)
     before = cots.get(v)
+    if g.shape != shape or g.dtype is not dtype:
+        if before is None and v in short and g.shape == shape and g.dtype == short[v] and is_kept_short(g):
+            cots[v] = g
+            return
+        g = fit(xp, g, shape, dtype)
+    if before is not None and before.dtype.num >= HALF:
+        before = cots[v] = cast(before, dtype)
     if before is None:
         cots[v] = g
     elif v in owned and type(g) is not SparseCotangent:
@@ -164,6 +173,11 @@ def _sums_itself(r: Recorded, live: Mapping[int, tuple[tuple[int, ...], np.dtype
     return r.plan.op.wide_sums
 
 
+def is_kept_short(g: Any) -> bool:
+    """Whether a cotangent may wait in its own dtype: a dense one of two bytes."""
+    return g.dtype.itemsize == 2 and type(g) is not SparseCotangent
+
+
 def widened(values: Sequence[Any]) -> list[Any]:
     """The floats of one or two bytes among these in float32, and so what is said of their dtypes."""
     return [_wide(x) for x in values]
@@ -179,7 +193,11 @@ def _wide(x: Any) -> Any:
 
 def cast(x: Any, dtype: np.dtype) -> Any:
     """A cotangent of another dtype, sparse as it was."""
-    return x.map(lambda values: values.astype(dtype)) if type(x) is SparseCotangent else x.astype(dtype)
+    if type(x) is SparseCotangent:
+        return x.map(lambda values: cast(values, dtype))
+    if x.dtype == dtype:
+        return x
+    return x.astype(dtype) if isinstance(x, Array) else casts.cast(x, dtype)
 
 
 def _found(
@@ -208,9 +226,12 @@ def _found(
     if wide and (own or (narrowest > 1 and _sums_itself(r, tape.live, gs[0]))):  # a float8 would not hold the sums
         # Cotangents of results beside an op's first are passed on, and stay wide.
         count = len(gs) if own else 1
-        for i, v in enumerate(outputs[:count]):
-            gs[i] = cast(gs[i], short[v]) if v in short and gs[i] is not None else gs[i]
+        for i, v in enumerate(outputs):
+            if v in short and gs[i] is not None:
+                gs[i] = cast(gs[i], short[v] if i < count else float32)
         wide = False
+    elif wide:
+        gs = widened(gs)
     # A user's function may be shown sparse cotangents.
     if not own and plan.op is not GETITEM and (wrapped or anomaly.mode.on or not plan.takes_sparse):
         gs = [g.concrete() if type(g) is SparseCotangent else g for g in gs]
@@ -227,7 +248,7 @@ def _found(
         owned.add(r.inputs[0])  # nobody else holds the memory of the cotangent of an array before a write
     if anomaly.mode.on:
         anomaly.check_cotangents(r, g, found)
-    return zip(plan.wanted, widened(found), strict=True)
+    return zip(plan.wanted, found, strict=True)
 
 
 def _call_hooks(
@@ -266,7 +287,7 @@ def _expand(
 
     def move(v: int, to: int) -> None:
         if v in cots:
-            cots[to] = cots[v] if v in keep else cots.pop(v)
+            cots[to] = _wide(cots[v] if v in keep else cots.pop(v))
             if v in owned and v not in keep:
                 owned.add(to)
             owned.discard(v)
@@ -387,7 +408,7 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
             return g if g.dtype == dtype else cast(g, dtype)
         g = g.concrete()
     if dtype is float32 and g.dtype.num >= HALF:
-        g = g.astype(dtype)  # before it is summed
+        g = cast(g, dtype)  # before it is summed
     if g.shape != shape:
         lead = len(g.shape) - len(shape)
         if lead > 0 and xp is np and g.shape[lead:] == shape:  # what was added to each row: the most frequent of all
@@ -412,5 +433,5 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         if g.dtype.kind == "c" and dtype.kind != "c":
             g = xp.real(g)
         if g.dtype != dtype:
-            g = xp.astype(g, dtype)
+            g = cast(g, dtype)
     return g

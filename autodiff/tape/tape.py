@@ -32,7 +32,7 @@ from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
 from ..rules.registry import same
 from .anomaly import is_checker
-from .backward import Hook, cast, give, same_value, walk
+from .backward import Hook, cast, give, is_kept_short, same_value, walk
 from .custom_calls import CallPlan, run_hook
 from .record import Recorded, Recording, VJPPlan, const, is_differentiable
 
@@ -242,9 +242,9 @@ class Tape(Recording):
                 for t, s in checked:
                     if t._id in self.live:
                         g = s if wrapped else s._buf
-                        if t._id in self.short:
+                        if t._id in self.short and (t._id in cots or not is_kept_short(g)):
                             g = cast(g, float32)
-                        cots[t._id] = g if t._id not in cots else cots[t._id] + g
+                        cots[t._id] = g if t._id not in cots else cast(cots[t._id], g.dtype) + g
                 records = self._records
                 if not self.persistent:
                     self._records, self._used = [], True
