@@ -129,6 +129,7 @@ BUDGETS = """
     grouped.cu      | sum_pairs<bfloat16, 8>                                              |  40 20  9
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | fold_keys                                                           |  40  0  5
+    philox.cu       | philox_fill<Exponential<float>, float>                              |  32  2 10
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
     rotary.cu       | rotary<bfloat16, float, 8>                                          |  48 12 0
     row_norm.cu     | norm_backward<false, true, bfloat16, bfloat16, bfloat16, 512, 32, false> |  96 24  2
