@@ -233,6 +233,21 @@ def test_gradients_of_reading_rows(ids: str, deterministic: bool) -> None:
     assert used("add_in_order" if deterministic else "add_atomically")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_sums_of_columns_and_extremes_of_rows(dtype: np.dtype) -> None:
+    for shape in ((700, 264), (3, 40_000), (130, 3001), (40, 20, 129)):
+        x = RNG.normal(1, 2, shape)
+        axes = tuple(range(len(shape) - 1))
+        both(lambda x, a=axes: mt.sum(x, axis=a), dtype, x, factor=2)
+        both(lambda x, a=axes: mt.mean(x, axis=a, keepdims=True), dtype, x, factor=2)
+        both(lambda x: mt.mean(x), dtype, x, factor=2)
+        short = x.astype(dtype)
+        for fn, exact in ((mt.max, np.max), (mt.min, np.min)):
+            np.testing.assert_array_equal(fn(mt.asarray(short), axis=-1).numpy(), exact(short, axis=-1))
+    assert used("column_sums")
+    assert used("row_extremes")
+
+
 @pytest.mark.parametrize("width", [(), (1,), (3,), (33,), (1024,), (8192,), (5, 7)], ids=str)
 @pytest.mark.parametrize("index", [np.int64, np.int32, np.uint8])
 def test_reading_rows(width: tuple[int, ...], index: type) -> None:
