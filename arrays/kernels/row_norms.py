@@ -52,8 +52,10 @@ def variants() -> Iterator[tuple[str, str]]:
             yield COLUMNS, named("sum_parts", wide(d), o)
         for vector in (1, 16 // d.itemsize):
             yield REDUCTIONS, named("column_sums", d, vector)
-        for which, threads in itertools.product(("Max", "Min"), (32, 256) if d.itemsize == 2 else ()):
-            yield REDUCTIONS, named("row_extremes", which, d, threads)
+        for which, threads in itertools.product(("Max", "Min"), (32, 256)):
+            yield REDUCTIONS, named("row_places", which == "Max", d, threads)
+            if d.itemsize == 2:
+                yield REDUCTIONS, named("row_extremes", which, d, threads)
 
 
 def sum_parts(partial: Any, dtype: np.dtype) -> Any:
@@ -89,20 +91,39 @@ def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) 
     return sum_parts(partial, dtype).reshape((1,) * (n if keepdims else 0) + x.shape[n:])
 
 
+def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
+    """A result for the last dimensions of an array of many rows without gaps, and the numbers of a launch: threads of a
+    row, grid and block, rows and their width. None of other arrays."""
+    n = x.ndim - len(axis)
+    rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
+    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or x.size < _LEAST or rows < 128:
+        return None
+    out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), dtype)
+    threads = 32 if width < 2048 else 256
+    grid, block = (min(ceil_div(rows, 256 // threads), MAX_GRID), 1, 1), (threads, 256 // threads, 1)
+    return out, threads, (grid, block), (i64(rows), i64(width))
+
+
 def row_extremes(which: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
     """The largest or smallest (``"Max"``, ``"Min"``) over the last dimensions of many short floats without gaps, NaN
     where there is one; others are NotImplemented."""
-    n = x.ndim - len(axis)
-    rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
-    wanted = sorted(axis) == [*range(n, x.ndim)] and x.flags.c_contiguous and x.size >= _LEAST
-    if not wanted or x.dtype.itemsize != 2 or rows < 128:
+    found = _of_rows(x, axis, keepdims, x.dtype) if x.dtype.itemsize == 2 else None
+    if found is None:
         return NotImplemented
-    out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), x.dtype)
-    threads = 32 if width < 2048 else 256
-    grid, block = (min(ceil_div(rows, 256 // threads), MAX_GRID), 1, 1), (threads, 256 // threads, 1)
+    out, threads, geometry, sizes = found
     identity = np.float32(-np.inf if which == "Max" else np.inf)
-    kernel = named("row_extremes", which, x.dtype, threads)
-    runner().launch(REDUCTIONS, kernel, grid, block, (x, out, i64(rows), i64(width), identity))
+    runner().launch(REDUCTIONS, named("row_extremes", which, x.dtype, threads), *geometry, (x, out, *sizes, identity))
+    return out
+
+
+def row_places(largest: bool, x: Any, axis: int, keepdims: bool) -> Any:
+    """The place of the first largest (or smallest) along the last dimension of many rows without gaps, or of the first
+    NaN; others are NotImplemented."""
+    found = _of_rows(x, (axis,), keepdims, np.dtype(np.int64))
+    if found is None:
+        return NotImplemented
+    out, threads, geometry, sizes = found
+    runner().launch(REDUCTIONS, named("row_places", largest, x.dtype, threads), *geometry, (x, out, *sizes))
     return out
 
 

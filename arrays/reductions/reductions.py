@@ -151,8 +151,16 @@ def _arg(name: str, extremum: Op) -> Op:
         places = apply(POSITIONS, (x,), {"axis": axis, "start": 0})
         return apply(MIN, (select(hit, places, n),), {"axis": (axis,), "keepdims": keepdims})
 
-    kinds = {"axis": AXIS, "keepdims": FLAG}
-    return Op(name, ("x",), impl, _infer_arg, nondifferentiable=_INT, decompose=decompose, params=kinds)
+    return Op(
+        name,
+        ("x",),
+        impl,
+        _infer_arg,
+        nondifferentiable=_INT,
+        decompose=decompose,
+        overrides={"cupy": for_floats(functools.partial(kernels.row_places, extremum is MAX))},
+        params={"axis": AXIS, "keepdims": FLAG},
+    )
 
 
 ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)

@@ -244,8 +244,11 @@ def test_sums_of_columns_and_extremes_of_rows(dtype: np.dtype) -> None:
         short = x.astype(dtype)
         for fn, exact in ((mt.max, np.max), (mt.min, np.min)):
             np.testing.assert_array_equal(fn(mt.asarray(short), axis=-1).numpy(), exact(short, axis=-1))
+            places = getattr(mt, f"arg{fn.__name__}")(mt.asarray(short), axis=-1)
+            np.testing.assert_array_equal(places.numpy(), getattr(np, f"arg{fn.__name__}")(short, axis=-1))
     assert used("column_sums")
-    assert used("row_extremes")
+    assert used("row_places")
+    assert dtype.itemsize > 2 or used("row_extremes")
 
 
 @pytest.mark.parametrize("width", [(), (1,), (3,), (33,), (1024,), (8192,), (5, 7)], ids=str)

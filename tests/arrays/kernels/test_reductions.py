@@ -81,3 +81,21 @@ def test_extremes_that_the_kernel_leaves(emulator: Any, place: Any) -> None:
     for y, axis in others:
         assert cuda("max", y, axis=axis, keepdims=False) is NotImplemented
     assert not emulator.launched
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", [(130, 77), (128, 2051), (2, 70, 33)])
+def test_places_of_extremes(emulator: Any, place: Any, shape: Any, dtype: np.dtype) -> None:
+    """The first of equal ones, and of NaN; of rows of infinities too."""
+    rng = np.random.default_rng(0)
+    x = place(rng.integers(-3, 4, shape), dtype)
+    flat = x.reshape(-1, shape[-1])
+    flat[3, [9, 20]] = flat[5, :] = flat[6, -1] = np.nan
+    flat[1], flat[2], flat[7, 4:] = -np.inf, np.inf, -np.inf
+    for name in ("argmax", "argmin"):
+        for keepdims in (False, True):
+            got = cuda(name, x, axis=x.ndim - 1, keepdims=keepdims)
+            expected = getattr(np, name)(x.astype(np.float64), axis=-1, keepdims=keepdims)
+            assert got.dtype == np.int64
+            np.testing.assert_array_equal(got, expected)
+    assert {k.partition("<")[0] for _, k, _, _ in emulator.launched} == {"row_places"}
