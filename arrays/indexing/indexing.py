@@ -18,7 +18,6 @@ from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, ShapeDtype, move, state
-from ..kernels import gathers
 from ..kernels import scatter as kernels
 from ..ops.param_kinds import SIZES, TEMPLATE
 from .keys import parse
@@ -165,7 +164,7 @@ GETITEM = Op(
     ("x", "*arrays"),
     _getitem,
     _infer_getitem,
-    overrides={"cupy": gathers.getitem},
+    overrides={"cupy": kernels.getitem},
     params=_INDEX,
     view="always",
 )

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 MODULES = (
     *("attention", "grouped", "row_norms", "softmaxes", "channel_norms", "scatter", "philox", "compact", "float8"),
-    *("rotary", "gathers"),
+    "rotary",
 )
 """Modules of this package that start kernels."""
 

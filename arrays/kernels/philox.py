@@ -22,7 +22,8 @@ def _recipe(kind: str, dtype: np.dtype) -> str:
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
-    for kind, dtypes in (("Bits", (_U32, _U64)), ("Uniform", KERNEL_FLOATS), ("Bernoulli", (_BOOL,))):
+    of_floats = ((kind, KERNEL_FLOATS) for kind in ("Uniform", "Normal", "Exponential", "Gumbel"))
+    for kind, dtypes in (("Bits", (_U32, _U64)), *of_floats, ("Bernoulli", (_BOOL,))):
         for d in dtypes:
             yield FILE, named("philox_fill", _recipe(kind, d), d)
     yield FILE, "fold_keys"
@@ -37,7 +38,7 @@ def _grid(start: int, count: int, per: int) -> tuple[int, int, int]:
 
 
 def fill(key: Any, kind: str, numbers: Mapping[str, float], out: Any, start: int, stream: int) -> None:
-    """Elements ``start`` … of ``key`` into ``out`` (flat): ``Bits``, ``Uniform`` or ``Bernoulli``, with its numbers."""
+    """Elements ``start`` … of ``key`` into ``out`` (flat): of a kind, a recipe in the source, with its numbers."""
     count = out.shape[0]
     if not count:
         return

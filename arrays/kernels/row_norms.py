@@ -1,7 +1,9 @@
-"""``layer_norm`` and ``rms_norm`` on CUDA: rows in registers, and gradients of the parameters in two stages."""
+"""``layer_norm`` and ``rms_norm`` on CUDA: rows in registers, and gradients of the parameters in two stages; sums of
+columns, and extremes of rows of short floats."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +12,11 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import RowPlan, ceil_div, ladder, persistent_grid, row_plan
+from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
 from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
 
 FILE = "row_norm.cu"
-COLUMNS = "columns.cu"
+COLUMNS, REDUCTIONS = "columns.cu", "reductions.cu"
 
 
 def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -48,6 +50,12 @@ def variants() -> Iterator[tuple[str, str]]:
     for d in KERNEL_FLOATS:
         for o in dict.fromkeys((d, wide(d))):
             yield COLUMNS, named("sum_parts", wide(d), o)
+        for vector in (1, 16 // d.itemsize):
+            yield REDUCTIONS, named("column_sums", d, vector)
+        for which, threads in itertools.product(("Max", "Min"), (32, 256)):
+            yield REDUCTIONS, named("row_places", which == "Max", d, threads)
+            if d.itemsize == 2:
+                yield REDUCTIONS, named("row_extremes", which, d, threads)
 
 
 def sum_parts(partial: Any, dtype: np.dtype) -> Any:
@@ -60,6 +68,63 @@ def sum_parts(partial: Any, dtype: np.dtype) -> Any:
         grid, block = (ceil_div(width, 32), 1, 1), (32, 32, 1)
         r.launch(COLUMNS, named("sum_parts", partial.dtype, kept), grid, block, (partial, out, i64(parts), i64(width)))
     return out.astype(dtype, copy=False)
+
+
+_LEAST = 1 << 16
+"""Elements from which on the kernels of reductions are started: of few CuPy's one launch is enough. (Not measured.)"""
+
+
+def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
+    """The sum over the first dimensions of an array without gaps, in a fixed order, rounded once to ``dtype``; other
+    sums are NotImplemented."""
+    r, n = runner(), len(axis)
+    width = math.prod(x.shape[n:])
+    wanted = sorted(axis) == [*range(n)] and x.flags.c_contiguous and x.size >= _LEAST
+    if not wanted or width * x.dtype.itemsize < 256:  # half of a warp's loads
+        return NotImplemented
+    rows, vector = x.size // width, vector_length(width, [x.dtype.itemsize], [r.address(x)])
+    tiles = ceil_div(width, 32 * vector)
+    splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * r.properties().multiprocessors, tiles), 65535))
+    partial = r.xp.empty((splits, width), wide(x.dtype))
+    kernel = named("column_sums", x.dtype, vector)
+    r.launch(REDUCTIONS, kernel, (tiles, splits, 1), (32, 8, 1), (x, partial, i64(rows), i64(width)))
+    return sum_parts(partial, dtype).reshape((1,) * (n if keepdims else 0) + x.shape[n:])
+
+
+def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
+    """A result for the last dimensions of an array of many rows without gaps, and the numbers of a launch: threads of a
+    row, grid and block, rows and their width. None of other arrays."""
+    n = x.ndim - len(axis)
+    rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
+    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or x.size < _LEAST or rows < 128:
+        return None
+    out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), dtype)
+    threads = 32 if width < 2048 else 256
+    grid, block = (min(ceil_div(rows, 256 // threads), MAX_GRID), 1, 1), (threads, 256 // threads, 1)
+    return out, threads, (grid, block), (i64(rows), i64(width))
+
+
+def row_extremes(which: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    """The largest or smallest (``"Max"``, ``"Min"``) over the last dimensions of many short floats without gaps, NaN
+    where there is one; others are NotImplemented."""
+    found = _of_rows(x, axis, keepdims, x.dtype) if x.dtype.itemsize == 2 else None
+    if found is None:
+        return NotImplemented
+    out, threads, geometry, sizes = found
+    identity = np.float32(-np.inf if which == "Max" else np.inf)
+    runner().launch(REDUCTIONS, named("row_extremes", which, x.dtype, threads), *geometry, (x, out, *sizes, identity))
+    return out
+
+
+def row_places(largest: bool, x: Any, axis: int, keepdims: bool) -> Any:
+    """The place of the first largest (or smallest) along the last dimension of many rows without gaps, or of the first
+    NaN; others are NotImplemented."""
+    found = _of_rows(x, (axis,), keepdims, np.dtype(np.int64))
+    if found is None:
+        return NotImplemented
+    out, threads, geometry, sizes = found
+    runner().launch(REDUCTIONS, named("row_places", largest, x.dtype, threads), *geometry, (x, out, *sizes))
+    return out
 
 
 def _plan(arrays: list[Any], parameters: list[Any], width: int) -> tuple[list[Any], RowPlan, tuple[int, int, bool]]:

@@ -1,4 +1,4 @@
-"""Scatter kernels for CUDA: gradients of reads, ``at[...].add`` and ``at[...].set``.
+"""Gather and scatter kernels for CUDA: reads at an index array, their gradients, ``at[...].add`` and ``at[...].set``.
 
 A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by
 atomic operations, in whatever order the threads come, or
@@ -17,11 +17,10 @@ import numpy as np
 from ..backends.determinism import is_deterministic
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
-from .gathers import take_rows
-from .geometry import ceil_div, vector_length
+from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
-FILE = "scatter.cu"
+FILE, GATHER = "scatter.cu", "gather.cu"
 _THREADS = 256
 _FEW_KEYS = 4096
 """So many keys are sorted as they are: the launch that makes them shorter would not pay. (Not measured.)"""
@@ -29,6 +28,11 @@ _I64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
 
 _RAW = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 """The dtype in which elements of so many bytes are copied."""
+_VECTORS = {16: (_RAW[8], 2), 8: (_RAW[8], 1), 4: (_RAW[4], 1), 2: (_RAW[2], 1), 1: (_RAW[1], 1)}
+"""Dtype and length of what so many bytes are copied as."""
+_WHOLE = (Span(None, None, None), Span(None, None, 1))
+_INDEX_DTYPES = (_I64, np.dtype(np.int32))
+"""Dtypes of indices that the kernel reads; others are cast to the first one."""
 
 
 def summed_as(dtype: np.dtype) -> np.dtype:
@@ -57,6 +61,49 @@ def variants() -> Iterator[tuple[str, str]]:
     for d in _RAW.values():
         yield FILE, named("write_kept", d)
         yield FILE, named("read_kept", d)
+    for vector in _VECTORS.values():
+        for index in _INDEX_DTYPES:
+            yield GATHER, named("gather_rows", *vector, index)
+
+
+# ----- reads ----------------------------------------------------------------------------------------------------------
+
+
+def _threads(width: int) -> int:
+    """Threads of a row of so many vectors: neighbours have neighbouring vectors, and each of a long row has several."""
+    least = width if width <= 32 else max(32, ceil_div(width, 4))
+    return min(1 << (least - 1).bit_length(), _THREADS)
+
+
+def take_rows(x: Any, indices: Any, axis: int = 0) -> Any:
+    """``take(x, indices, axis)`` of a contiguous array: its slices at the integers of an array, whatever shape this
+    has. Indices out of range wrap around."""
+    r = runner()
+    length, tail = x.shape[axis], x.shape[axis + 1 :]
+    out = r.xp.empty((*x.shape[:axis], *indices.shape, *tail), x.dtype)
+    if not out.size:
+        return out
+    if indices.dtype not in _INDEX_DTYPES:
+        indices = indices.astype(_INDEX_DTYPES[0])
+    size = math.prod(tail) * x.dtype.itemsize
+    each = next(n for n in _VECTORS if not any(k % n for k in (size, r.address(x), r.address(out))))
+    outer, count, width = math.prod(x.shape[:axis]), indices.size, size // each
+    threads = _threads(width)
+    grid = (min(ceil_div(outer * count, _THREADS // threads), MAX_GRID), 1, 1)
+    kernel = named("gather_rows", *_VECTORS[each], indices.dtype)
+    numbers = map(i64, (outer, length, count, width))
+    r.launch(GATHER, kernel, grid, (threads, _THREADS // threads, 1), (x, contiguous(indices), out, *numbers))
+    return out
+
+
+def getitem(x: Any, *arrays: Any, template: Any) -> Any:
+    """See :data:`meshtape.arrays.indexing.indexing.GETITEM`. A key of one index array among whole dimensions is read by
+    the kernel, from memory without gaps."""
+    at = [i for i, p in enumerate(template) if p not in _WHOLE]
+    if len(at) == 1 and isinstance(template[at[0]], Slot) and x.flags.c_contiguous and x.shape[at[0]]:
+        (indices,) = arrays
+        return take_rows(x, indices, at[0])
+    return x[numpy_key(template, arrays)]
 
 
 # ----- keys -----------------------------------------------------------------------------------------------------------
@@ -71,7 +118,7 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
     xp = runner().xp
     lead, inner = list(template), 1
     kept = len(shape)
-    while lead and isinstance(lead[-1], Span) and lead[-1] in (Span(None, None, None), Span(None, None, 1)):
+    while lead and isinstance(lead[-1], Span) and lead[-1] in _WHOLE:
         lead.pop()
         kept -= 1
         inner *= shape[kept]

@@ -109,7 +109,8 @@ def normal(dtype: np.dtype, mean: float, std: float) -> BitTransform:
         radius2 *= np.float32(-2.0)
         return polar(xp, radius2, h[:, 1].astype(np.float32) * np.float32(math.tau * 2.0**-32))
 
-    return BitTransform(2, 2, double) if dtype == F64 else BitTransform(1, 2, single)
+    kernel = ("Normal", (("width", std), ("low", mean)))
+    return BitTransform(2, 2, double, kernel) if dtype == F64 else BitTransform(1, 2, single, kernel)
 
 
 def ndtr(x: float) -> float:
@@ -155,7 +156,7 @@ def exponential(dtype: np.dtype, scale: float) -> BitTransform:
         out *= out.dtype.type(-scale)
         return out.astype(dtype, copy=False)
 
-    return BitTransform(1, 1 if dtype == F64 else 2, transform)
+    return BitTransform(1, 1 if dtype == F64 else 2, transform, ("Exponential", (("width", -scale),)))
 
 
 @functools.cache
@@ -164,7 +165,7 @@ def gumbel(dtype: np.dtype) -> BitTransform:
         # -log(1 - u) keeps every digit of a small u, and small ones make the large results, which decide a maximum.
         return (-xp.log(-xp.log1p(-survival(xp, w, dtype)))).astype(dtype, copy=False)
 
-    return BitTransform(1, 1 if dtype == F64 else 2, transform)
+    return BitTransform(1, 1 if dtype == F64 else 2, transform, ("Gumbel", ()))
 
 
 @functools.lru_cache(maxsize=256)

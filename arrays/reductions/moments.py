@@ -100,7 +100,9 @@ def mean_of(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any 
     n = _count(x, axes, keepdims, wide, mask)
     if mask is None and (x.dtype == wide or _in_pieces(x, wide, mask) is None):
         params = {"axis": axes, "keepdims": bool(keepdims), "count": n}
-        return astype(apply(MEAN, (astype(x, wide, copy=False),), params), out, copy=False)
+        if x.dtype != out:  # a short float itself is summed in float32, and rounded once
+            x = astype(x, wide, copy=False)
+        return astype(apply(MEAN, (x,), params), out, copy=False)
     total = _total(x, axes, keepdims, wide, mask, None)
     return astype(total / ((n or math.nan) if mask is None else where(n > 0, n, math.nan)), out, copy=False)
 

@@ -6,6 +6,7 @@ NumPy's ``where=`` and ``initial=`` reduce the elements that a mask selects, fro
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import HALF, as_dtype, is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, NumPyFunctionError, ShapeError
-from ..core.op import Op, ShapeDtype
+from ..core.op import Op, ShapeDtype, for_floats
+from ..kernels import row_norms as kernels
 from ..ops.creation import full
 from ..ops.elementwise import POSITIONS, add, isnan, maximum, minimum, multiply
 from ..ops.elementwise import where as select
@@ -28,6 +30,7 @@ from ..ops.param_kinds import AXES, AXIS, COUNT, FLAG
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
 Axis = int | Sequence[int] | None
+_OVER = {"axis": AXES, "keepdims": FLAG}
 
 # The ufuncs behind NumPy's methods, without the Python code in between.
 _UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -58,6 +61,17 @@ def _mean_over(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool, count: in
     return _summed(xp, x, axis, keepdims) / divisor
 
 
+@for_floats
+def _sum_on_cuda(x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    return kernels.column_sums(x, axis, keepdims, x.dtype)
+
+
+@for_floats
+def _mean_on_cuda(x: Any, axis: tuple[int, ...], keepdims: bool, count: int) -> Any:
+    total = kernels.column_sums(x, axis, keepdims, kernels.wide(x.dtype))
+    return total if total is NotImplemented else (total / (count or np.nan)).astype(x.dtype, copy=False)
+
+
 def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...]) -> bool:
     """Whether the reduced dimensions have no elements. Raises :class:`ShapeError` where the result would have some."""
     if not builtins.any(shape[a] == 0 for a in axis):
@@ -78,20 +92,38 @@ def _extremum(name: str) -> Callable[..., Any]:
     return impl
 
 
+def _extremum_op(name: str) -> Op:
+    on_cuda = for_floats(functools.partial(kernels.row_extremes, name.title()))
+    return Op(name, ("x",), _extremum(name), _infer_extremum, overrides={"cupy": on_cuda}, params=_OVER)
+
+
 def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     _nothing_to_choose(op.name, args[0].shape, params["axis"])
     return shape_rules.reduction(op, args, params)
 
 
 _BOOL, _INT = "boolean result", "integer result"
-_OVER = {"axis": AXES, "keepdims": FLAG}
-SUM = Op("sum", ("x",), _plain("sum", short=True), shape_rules.reduction, params=_OVER)
+SUM = Op(
+    "sum",
+    ("x",),
+    _plain("sum", short=True),
+    shape_rules.reduction,
+    overrides={"cupy": _sum_on_cuda},
+    params=_OVER,
+)
 # `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that,
 # whose part of the mean it gives.
-MEAN = Op("mean", ("x",), _mean_over, shape_rules.reduction, params={**_OVER, "count": COUNT})
+MEAN = Op(
+    "mean",
+    ("x",),
+    _mean_over,
+    shape_rules.reduction,
+    overrides={"cupy": _mean_on_cuda},
+    params={**_OVER, "count": COUNT},
+)
 PROD = Op("prod", ("x",), _plain("prod", short=True), shape_rules.reduction, params=_OVER)
-MAX = Op("max", ("x",), _extremum("max"), _infer_extremum, params=_OVER)
-MIN = Op("min", ("x",), _extremum("min"), _infer_extremum, params=_OVER)
+MAX = _extremum_op("max")
+MIN = _extremum_op("min")
 ANY = Op("any", ("x",), _plain("any"), shape_rules.reduction, nondifferentiable=_BOOL, params=_OVER)
 ALL = Op("all", ("x",), _plain("all"), shape_rules.reduction, nondifferentiable=_BOOL, params=_OVER)
 
@@ -119,8 +151,16 @@ def _arg(name: str, extremum: Op) -> Op:
         places = apply(POSITIONS, (x,), {"axis": axis, "start": 0})
         return apply(MIN, (select(hit, places, n),), {"axis": (axis,), "keepdims": keepdims})
 
-    kinds = {"axis": AXIS, "keepdims": FLAG}
-    return Op(name, ("x",), impl, _infer_arg, nondifferentiable=_INT, decompose=decompose, params=kinds)
+    return Op(
+        name,
+        ("x",),
+        impl,
+        _infer_arg,
+        nondifferentiable=_INT,
+        decompose=decompose,
+        overrides={"cupy": for_floats(functools.partial(kernels.row_places, extremum is MAX))},
+        params={"axis": AXIS, "keepdims": FLAG},
+    )
 
 
 ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)

@@ -200,6 +200,20 @@ def test_random_bits_are_those_of_the_cpu() -> None:
     assert used("dropout")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_random_numbers_are_those_of_the_cpu_but_for_last_places(dtype: np.dtype) -> None:
+    draws = [lambda k: mt.random.normal(k, (1001,), dtype, 1.0, 2.0), lambda k: mt.random.normal(k, (1001,), dtype)]
+    draws += [lambda k: mt.random.exponential(k, (1001,), dtype, 0.7), lambda k: mt.random.gumbel(k, (1001,), dtype)]
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for draw in draws:
+        gpu = draw(mt.random.key(3)).numpy()
+        with mt.use_device("cpu"):
+            cpu = draw(mt.random.key(3)).numpy()
+        np.testing.assert_allclose(gpu.astype(np.float64), cpu.astype(np.float64), rtol=8 * unit, atol=8 * unit)
+    for kind in ("Normal", "Exponential", "Gumbel"):
+        assert used(f"philox_fill<{kind}")
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("ids", ["uniform", "repeated", "one"])
 def test_gradients_of_reading_rows(ids: str, deterministic: bool) -> None:
@@ -217,6 +231,40 @@ def test_gradients_of_reading_rows(ids: str, deterministic: bool) -> None:
     if deterministic:
         assert all(r.tobytes() == runs[0].tobytes() for r in runs)
     assert used("add_in_order" if deterministic else "add_atomically")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_sums_of_columns_and_extremes_of_rows(dtype: np.dtype) -> None:
+    for shape in ((700, 264), (3, 40_000), (130, 3001), (40, 20, 129)):
+        x = RNG.normal(1, 2, shape)
+        axes = tuple(range(len(shape) - 1))
+        both(lambda x, a=axes: mt.sum(x, axis=a), dtype, x, factor=2)
+        both(lambda x, a=axes: mt.mean(x, axis=a, keepdims=True), dtype, x, factor=2)
+        both(lambda x: mt.mean(x), dtype, x, factor=2)
+        short = x.astype(dtype)
+        for fn, exact in ((mt.max, np.max), (mt.min, np.min)):
+            np.testing.assert_array_equal(fn(mt.asarray(short), axis=-1).numpy(), exact(short, axis=-1))
+            places = getattr(mt, f"arg{fn.__name__}")(mt.asarray(short), axis=-1)
+            np.testing.assert_array_equal(places.numpy(), getattr(np, f"arg{fn.__name__}")(short, axis=-1))
+    assert used("column_sums")
+    assert used("row_places")
+    assert dtype.itemsize > 2 or used("row_extremes")
+
+
+@pytest.mark.parametrize("width", [(), (1,), (3,), (33,), (1024,), (8192,), (5, 7)], ids=str)
+@pytest.mark.parametrize("index", [np.int64, np.int32, np.uint8])
+def test_reading_rows(width: tuple[int, ...], index: type) -> None:
+    at = RNG.integers(-200 if index is not np.uint8 else 0, 200, (30, 9)).astype(index)
+    for dtype in map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.int8, np.complex128)):
+        x = RNG.integers(0, 100, (200, *width)).astype(dtype)
+        gpu = mt.asarray(x)
+        np.testing.assert_array_equal(gpu[mt.asarray(at)].numpy(), x[at])
+        np.testing.assert_array_equal(gpu[3:][mt.asarray(at % 190)].numpy(), x[3:][at % 190])
+        tables = np.stack([x, x[::-1]])
+        np.testing.assert_array_equal(mt.take(mt.asarray(tables), mt.asarray(at), axis=1).numpy(), tables[:, at])
+        with mt.index_checks(False):
+            np.testing.assert_array_equal(gpu[mt.asarray(at.astype(np.int64) + 200)].numpy(), x[at])
+    assert used("gather_rows")
 
 
 @pytest.mark.parametrize(

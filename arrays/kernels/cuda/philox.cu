@@ -30,7 +30,7 @@ __device__ inline Words philox(u64 block, u64 stream, u64 k0, u64 k1)
 
 // What the words become. `PER` elements come of each word; `make` gives those of a lane.
 
-struct Limits {  // of `uniform`: digits to drop, the unit of the last one kept, and the interval
+struct Limits {  // of `uniform`: digits to drop, the unit of the last one kept, and the interval; of others factor (width) and place (low)
     int shift;
     double unit, width, low, below;
     bool scaled;
@@ -66,6 +66,66 @@ struct Uniform {
             out[0] = scaled(product((float)((u32)word >> l.shift), (float)l.unit), l);
             out[1] = scaled(product((float)((u32)(word >> 32) >> l.shift), (float)l.unit), l);
         }
+    }
+};
+
+// The upper 53 bits of a word in [0, 1), and all 32 of half a word in (0, 1).
+__device__ inline double fraction(u64 word) { return product((double)(i64)(word >> 11), 0x1p-53); }
+__device__ inline float fraction(u32 word) { return product(plus((float)word, 0.5f), 0x1p-32f); }
+
+// Two normal numbers by Box and Muller, of what is uniform in (0, 1] and of an angle; operations and their order are those of the CPU.
+template <class A, class T>
+__device__ inline void polar(A u, A angle, const Limits& l, T* out)
+{
+    const A radius = product(sqrt(product(log(u), A(-2))), (A)l.width), place = (A)l.low;
+    const A x = product(radius, cos(angle)), y = product(radius, sin(angle));
+    out[0] = narrow<T>(place == A(0) ? x : plus(x, place));
+    out[1] = narrow<T>(place == A(0) ? y : plus(y, place));
+}
+
+template <class T>
+struct Normal {
+    static constexpr int PER = sizeof(T) == 8 ? 1 : 2;
+    __device__ static void make(const Words& w, int lane, const Limits& l, T* out)
+    {
+        constexpr double TURN = 6.283185307179586;
+        if constexpr (PER == 2)
+            polar(fraction((u32)w.at[lane]), product((float)(u32)(w.at[lane] >> 32), (float)(TURN * 0x1p-32)), l, out);
+        else if (lane % 2 == 0)
+            polar(plus(1.0, -fraction(w.at[lane])), product(fraction(w.at[lane + 1]), TURN), l, out);
+    }
+};
+
+// A number of each word or half: of u in (0, 1), finest near 0.
+template <class T, class F>
+__device__ inline void each_survival(u64 word, T* out, F of)
+{
+    if constexpr (sizeof(T) == 8) {
+        const double u = plus(fraction(word), 0x1p-54);
+        out[0] = of(u < 1 - 0x1p-53 ? u : 1 - 0x1p-53);
+    } else
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float u = fraction((u32)(word >> 32 * i));
+            out[i] = narrow<T>(of(u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f));
+        }
+}
+
+template <class T>
+struct Exponential {
+    static constexpr int PER = sizeof(T) == 8 ? 1 : 2;
+    __device__ static void make(const Words& w, int lane, const Limits& l, T* out)
+    {
+        each_survival(w.at[lane], out, [&](auto u) { return product(log(u), (decltype(u))l.width); });
+    }
+};
+
+template <class T>
+struct Gumbel {
+    static constexpr int PER = sizeof(T) == 8 ? 1 : 2;
+    __device__ static void make(const Words& w, int lane, const Limits&, T* out)
+    {
+        each_survival(w.at[lane], out, [](auto u) { return -log(-log1p(-u)); });
     }
 };
 

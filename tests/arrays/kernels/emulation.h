@@ -589,5 +589,8 @@ extern "C" void __tsan_init() {}
 
 using std::exp;
 using std::log;
+using std::log1p;
+using std::cos;
+using std::sin;
 using std::sqrt;
 using std::fma;

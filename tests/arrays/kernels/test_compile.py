@@ -129,7 +129,11 @@ BUDGETS = """
     grouped.cu      | sum_pairs<bfloat16, 8>                                              |  40 20  9
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | fold_keys                                                           |  40  0  5
+    philox.cu       | philox_fill<Exponential<float>, float>                              |  32  2 10
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
+    reductions.cu   | column_sums<bfloat16, 8>                                            |  64  4  9
+    reductions.cu   | row_extremes<Max, bfloat16, 256>                                    |  40  2  2
+    reductions.cu   | row_places<true, float, 256>                                        |  64  7  2
     rotary.cu       | rotary<bfloat16, float, 8>                                          |  48 12 0
     row_norm.cu     | norm_backward<false, true, bfloat16, bfloat16, bfloat16, 512, 32, false> |  96 24  2
     row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 0, false> |  64 23  2

@@ -11,7 +11,7 @@ import pytest
 from meshtape import arrays as mt
 from meshtape.arrays import OPS
 from meshtape.arrays.indexing import indexing
-from meshtape.arrays.kernels import gathers
+from meshtape.arrays.kernels import scatter
 
 DTYPES = [np.int8, np.bool_, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.complex128]
 S = slice(None)
@@ -89,11 +89,11 @@ def test_indices_out_of_range_wrap_around(emulator: Any, place: Any) -> None:
     """Where nobody has looked at them."""
     x = place(np.arange(20, dtype=np.float32).reshape(5, 4))
     at = np.array([5, -6, 2**40 + 3, -(2**63), 2**63 - 1])
-    np.testing.assert_array_equal(gathers.take_rows(x, place(at)), x[at % 5])
+    np.testing.assert_array_equal(scatter.take_rows(x, place(at)), x[at % 5])
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 31, 32, 33, 129, 1024, 8192])
 def test_a_block_has_whole_rows(width: int) -> None:
-    threads = gathers._threads(width)
+    threads = scatter._threads(width)
     assert 256 % threads == 0
     assert threads >= min(width, 32)
