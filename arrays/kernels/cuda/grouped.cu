@@ -136,18 +136,22 @@ __device__ inline void copy_tile(T* tile, const T* matrix, int count, int width,
 {
     using Own = Copies<D, N, T>;
     const int column = Own::column();
+    const auto there = [&](int row) { return row < count && column < width; };
+    const auto to = [&](int row) { return tile + place<TENSOR, D, T>(row, column); };
+    if (aligned)
 #pragma unroll
-    for (int j = 0; j < Own::EACH; ++j) {
-        const int row = Own::row(j);
-        const bool there = row < count && column < width;
-        const T* const from = there ? matrix + at(row, j) + column : matrix;
-        T* const to = tile + place<TENSOR, D, T>(row, column);
-        if (aligned)
-            copy_later(to, from, there);
-        else
+        for (int j = 0; j < Own::EACH; ++j) {
+            const int row = Own::row(j);
+            copy_later(to(row), there(row) ? matrix + at(row, j) + column : matrix, there(row));
+        }
+    else
+#pragma unroll
+        for (int j = 0; j < Own::EACH; ++j) {
+            const int row = Own::row(j);
+            const T* const from = there(row) ? matrix + at(row, j) + column : matrix;
 #pragma unroll 1
-            for (int c = 0; c < Own::VEC; ++c) to[c] = there && column + c < width ? from[c] : T{};
-    }
+            for (int c = 0; c < Own::VEC; ++c) to(row)[c] = there(row) && column + c < width ? from[c] : T{};
+        }
 }
 
 // The sums of both tiles that a thread has: in each, EACH rows of SPAN columns, of which VEC are neighbours. LANES threads have a row,
@@ -218,23 +222,37 @@ __device__ inline void add_numbers(Sums<LEFT_TURNED, RIGHT_TURNED, false, T>& su
 {
     using Own = Stage<LEFT_TURNED, RIGHT_TURNED, false, T>;
     using To = Sums<LEFT_TURNED, RIGHT_TURNED, false, T>;
+    constexpr int RUN = 2;  // along the sums: more would not fit the registers
+#pragma unroll 1
+    for (int k = 0; k < Own::D; k += RUN) {
+        Vector<T, LEFT_TURNED ? 4 : RUN> x[LEFT_TURNED ? 2 * RUN : 8];
+        if constexpr (LEFT_TURNED)
 #pragma unroll
-    for (int k = 0; k < Own::D; k += 4) {
-        Vector<T, 4> x[8];
+            for (int i = 0; i < 2 * RUN; ++i) x[i] = vector_at<4>(stage + Own::left(To::row(i / RUN * 4), k + i % RUN));
+        else
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = vector_at<4>(stage + (LEFT_TURNED ? Own::left(To::row(i / 4 * 4), k + i % 4) : Own::left(To::row(i), k)));
+            for (int r = 0; r < 8; ++r) x[r] = vector_at<RUN>(stage + Own::left(To::row(r), k));
+        const auto left = [&](int r, int i) { return wide(LEFT_TURNED ? x[r / 4 * RUN + i].at[r % 4] : x[r].at[i]); };
 #pragma unroll
         for (int half = 0; half < 2; ++half)
+            if constexpr (RIGHT_TURNED) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const auto y = vector_at<4>(stage + (RIGHT_TURNED ? Own::right(half, k, To::column(i)) : Own::right(half, k + i, To::column(0))));
+                for (int c = 0; c < 4; ++c) {
+                    const auto y = vector_at<RUN>(stage + Own::right(half, k, To::column(c)));
 #pragma unroll
-                for (int r = 0; r < 8; ++r)
+                    for (int r = 0; r < 8; ++r)
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const int step = RIGHT_TURNED ? j : i, c = RIGHT_TURNED ? i : j;
-                        sums(half, r, c) += wide(LEFT_TURNED ? x[r / 4 * 4 + step].at[r % 4] : x[r].at[step]) * wide(y.at[j]);
-                    }
+                        for (int i = 0; i < RUN; ++i) sums(half, r, c) += left(r, i) * wide(y.at[i]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < RUN; ++i) {
+                    const auto y = vector_at<4>(stage + Own::right(half, k + i, To::column(0)));
+#pragma unroll
+                    for (int r = 0; r < 8; ++r)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) sums(half, r, c) += left(r, i) * wide(y.at[c]);
+                }
             }
     }
 }
@@ -311,6 +329,16 @@ __device__ inline Wide<T> joined(T low, T high)
         return __uint_as_float(low.bits | (u32)high.bits << 16);
     else
         return low;
+}
+
+// Where results have two bytes, by the device's quick instructions: some 20 bits are right.
+template <class T>
+__device__ inline Wide<T> sigmoid(Wide<T> a)
+{
+#ifndef EMULATED
+    if constexpr (sizeof(T) == 2) return __fdividef(1.0f, 1.0f + __expf(-a));
+#endif
+    return Wide<T>(1) / (Wide<T>(1) + exp(-a));
 }
 
 __device__ inline int parts_of(int length, int part) { return (length + part - 1) / part; }
@@ -399,8 +427,8 @@ __global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
 #pragma unroll 1
     for (int first = begin; first < min(hidden, begin + COLUMNS); first += H) {
         using Of = Stage<false, false, TENSOR, T>;
-        Own sums;
         const int left = hidden - first;
+        Own sums;
         add_products(sums, shared, stages, steps, [&](T* stage, int step) {
             const int k = step * D;
             const auto of_hidden = [&](int i, int) { return (i64)i * hidden; };
@@ -408,17 +436,9 @@ __global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
             copy_tile<TENSOR, H, D>(stage + Of::LEFT, gate + matrix + (i64)k * hidden + first, width - k, left, aligned, of_hidden);
             copy_tile<TENSOR, H, D>(stage + Of::LEFT + Of::RIGHT, up + matrix + (i64)k * hidden + first, width - k, left, aligned, of_hidden);
         });
-        Vector<T, Own::VEC> low[Own::EACH][Own::SPAN / Own::VEC], high[Own::EACH][Own::SPAN / Own::VEC];  // all are on their way at once
         const auto at = [&](int r) { return (i64)(tile.first + Own::row(r)) * hidden + first; };
-#pragma unroll
-        for (int r = 0; BACKWARD && r < Own::EACH; ++r)
-#pragma unroll
-            for (int c = 0; c < Own::SPAN; c += Own::VEC) {
-                const int column = Own::column(c), n = Own::row(r) < tile.count ? left - column : 0;
-                const i64 here = n > 0 ? at(r) + column : 0;
-                low[r][c / Own::VEC] = load_part<Own::VEC>(slopes_gate + here, n, aligned);
-                if (sizeof(T) == 2) high[r][c / Own::VEC] = load_part<Own::VEC>(slopes_up + here, n, aligned);
-            }
+        constexpr int BATCH = TENSOR ? 4 : 1;  // rows whose products with `down` are on their way together
+        Vector<T, Own::VEC> low[BATCH][Own::SPAN / Own::VEC], high[BATCH][Own::SPAN / Own::VEC];
 #pragma unroll
         for (int r = 0; r < Own::EACH; ++r) {
             const int row = Own::row(r);
@@ -426,15 +446,24 @@ __global__ void __launch_bounds__(THREADS, TENSOR || sizeof(T) == 8 ? 1 : 2)
             const A weight = BACKWARD && there ? factors[row] : A(1);
             A part = A(0);
 #pragma unroll
+            for (int q = r; BACKWARD && r % BATCH == 0 && q < r + BATCH; ++q)
+#pragma unroll
+                for (int c = 0; c < Own::SPAN; c += Own::VEC) {
+                    const int column = Own::column(c), n = Own::row(q) < tile.count ? left - column : 0;
+                    const i64 from = n > 0 ? at(q) + column : 0;
+                    low[q % BATCH][c / Own::VEC] = load_part<Own::VEC>(slopes_gate + from, n, aligned);
+                    if (sizeof(T) == 2) high[q % BATCH][c / Own::VEC] = load_part<Own::VEC>(slopes_up + from, n, aligned);
+                }
+#pragma unroll
             for (int c = 0; c < Own::SPAN; c += Own::VEC) {
                 const int column = Own::column(c);
                 Vector<T, Own::VEC> y, of_gate, of_up;
 #pragma unroll
                 for (int i = 0; i < Own::VEC; ++i) {
-                    const A a = sums(0, r, c + i), b = sums(1, r, c + i), s = A(1) / (A(1) + exp(-a)), swish = a * s;
+                    const A a = sums(0, r, c + i), b = sums(1, r, c + i), s = sigmoid<T>(a), swish = a * s;
                     y.at[i] = narrow<T>(swish * b * weight);
                     if constexpr (BACKWARD) {
-                        const A slope = joined(low[r][c / Own::VEC].at[i], high[r][c / Own::VEC].at[i]);
+                        const A slope = joined(low[r % BATCH][c / Own::VEC].at[i], high[r % BATCH][c / Own::VEC].at[i]);
                         if (column + i < left) part += slope * (swish * b);
                         of_gate.at[i] = narrow<T>(slope * weight * b * (s + swish * (A(1) - s)));
                         of_up.at[i] = narrow<T>(slope * weight * swish);

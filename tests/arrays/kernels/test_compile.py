@@ -116,16 +116,16 @@ BUDGETS = """
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 256, 16, false>              |  64  4 32
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 512, 0, true>                |  80  4 23
     grouped.cu      | count_pairs                                                         |  24  0  7
-    grouped.cu      | experts_hidden<false, false, float>                                 |  88  0 48
-    grouped.cu      | experts_hidden<false, true, bfloat16>                               | 128  0 104
-    grouped.cu      | experts_hidden<true, false, float>                                  | 128  0 108
-    grouped.cu      | experts_hidden<true, true, bfloat16>                                | 200  0 244
-    grouped.cu      | experts_matrices<1, true, bfloat16>                                 | 128  0 132
-    grouped.cu      | experts_matrices<2, true, bfloat16>                                 | 128  0 148
-    grouped.cu      | experts_rows<false, false, float>                                   |  80  0 43
-    grouped.cu      | experts_rows<false, true, bfloat16>                                 | 128  0 139
-    grouped.cu      | experts_rows<true, true, bfloat16>                                  | 128  0 135
-    grouped.cu      | place_pairs                                                         |  40  0 29
+    grouped.cu      | experts_hidden<false, false, float>                                 | 128  8 45
+    grouped.cu      | experts_hidden<false, true, bfloat16>                               | 248  0 127
+    grouped.cu      | experts_hidden<true, false, float>                                  | 128 32 231
+    grouped.cu      | experts_hidden<true, true, bfloat16>                                | 255  0 937
+    grouped.cu      | experts_matrices<1, true, bfloat16>                                 | 240  0 230
+    grouped.cu      | experts_matrices<2, true, bfloat16>                                 | 240  0 230
+    grouped.cu      | experts_rows<false, false, float>                                   | 112 16 91
+    grouped.cu      | experts_rows<false, true, bfloat16>                                 | 232  0 235
+    grouped.cu      | experts_rows<true, true, bfloat16>                                  | 232  0 227
+    grouped.cu      | place_pairs                                                         |  40  0 36
     grouped.cu      | sum_pairs<bfloat16, 8>                                              |  40 20  9
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | fold_keys                                                           |  40  0  5

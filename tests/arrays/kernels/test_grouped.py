@@ -60,9 +60,16 @@ def test_values_and_cotangents_of_ragged_groups(
     emulator: Any, place: Any, close: Any, dtype: Any, width: int, hidden: int
 ) -> None:
     """Experts with no pair, one, some, and more than a tile has rows; choices that are no expert's."""
-    chosen = np.random.default_rng(1).permutation([1, *[2] * 11, *[3] * 71, 4, 4, 9, -1, 4, 9, 9]).reshape(-1, 2)
+    chosen = np.random.default_rng(1).permutation([1, *[2] * 11, *[3] * 131, 4, 4, 9, -1, 4, 9, 9]).reshape(-1, 2)
     found = compare(close, *operands(place, dtype, chosen, width, hidden, 5))
     assert not any(d[0].any() for d in found[3:])  # nobody was sent to the first
+
+
+@pytest.mark.parametrize("shared", [99, 227])  # kilobytes: two stages, and four
+def test_more_steps_than_stages(emulator: Any, place: Any, close: Any, shared: int) -> None:
+    """Tiles of later steps are copied to where those of earlier ones were read; results have two tiles of columns."""
+    emulator.device = emulator.device._replace(shared_memory=shared << 10)
+    compare(close, *operands(place, SHORT, np.zeros((140, 2), int), 328, 136, 1))
 
 
 def test_short_floats_without_tensor_cores(emulator: Any, place: Any, close: Any) -> None:

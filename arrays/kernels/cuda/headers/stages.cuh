@@ -30,7 +30,7 @@ struct Ring {
     __device__ int next() const { return now + 1 == stages ? 0 : now + 1; }
     __device__ void turn() { free = now, now = next(); }
 
-    // Waits for the step after those that were read, where each step has closed a group: `ahead` groups may be under way.
+    // Waits for the step after those that were read, where each step has closed a group: the groups of the stages beyond may be under way.
     __device__ void wait() const
     {
         if (stages == 4)
