@@ -24,7 +24,7 @@ WIDTHS = (32, 64, 128)
 STEP, SHORT = 64, 32
 """Queries that a block of keys takes at once, of which it has twice as many: as the device has shared memory."""
 MORE = 32
-"""Bytes of shared memory beside the tiles."""
+"""Bytes of shared memory that a kernel declares itself, at most."""
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 

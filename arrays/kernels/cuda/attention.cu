@@ -1,8 +1,9 @@
 // Attention of floats of two bytes, forward and backward, without the matrix of the weights: Dao (2023), "FlashAttention-2".
 //
-// A block keeps 128 rows of queries (or of keys, for their cotangents), sixteen a warp, and goes through the keys (queries)
-// in tiles; the next tile is on its way while one is multiplied. Weights are rounded to two bytes before they are multiplied.
-// Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
+// A block keeps 128 rows of queries, 32 a warp, and goes through the keys in tiles; the next tile is on its way while one is multiplied.
+// A fragment of keys or values that a warp loads serves two products so: memory shared by a block is as scarce as the tensor cores. For the
+// cotangents of keys and values a block keeps keys, and two warps share 32 of them. Weights are rounded to two bytes before they are
+// multiplied. Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
 // forward pass leaves the largest score and the sum of each row for that (one log-sum-exp has no digits for the sum of a row of far
 // scores); the mean of a row's slopes is the product of its result and its cotangent.
 //
@@ -55,6 +56,7 @@ struct Sight {
 
     __device__ float with_mask(float s, int i, int j) const
     {
+        asm volatile("" : "+r"(i));  // what is the same for a row is made again for each score: registers are rarer than instructions here
         if (!sees(i, j)) return -infinity<float>();
         if (i >= rows) return s;
         const i64 at = (i64)i * row + j * column;
@@ -288,7 +290,7 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 2)
     attention_forward(const T* q, const T* k, const T* v, T* out, float* bases, float* totals, const float* poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = 64, PAIR = 2 * N * D;
+    constexpr int N = D <= 64 ? 64 : 48, PAIR = 2 * N * D;  // more would take more registers than there are
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
@@ -352,7 +354,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* bases,
                                const float* totals, float* means, const float* k_poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = D <= 64 ? 64 : 32, PAIR = 2 * N * D;
+    constexpr int N = D <= 64 ? 48 : 32, PAIR = 2 * N * D;
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
@@ -515,10 +517,13 @@ __global__ void __launch_bounds__(4 * N, 1)
     wait_for_copies();
     // Queries before `begin` have weights of zero here, which are NaN where all of their weights are; so with their slopes.
     float more = 0, value_more = 0;
-    for (i64 i = threadIdx.x; i < served * begin; i += THREADS) {
-        const i64 row = batch_of(i / begin) * rows + i % begin;
-        if (totals[row] != totals[row]) value_more = totals[row];
-        more += nan_or_zero(means[row]);
+    for (i64 b = 0; begin && b < served; ++b) {
+        const i64 row = batch_of(b) * rows;
+        for (int i = threadIdx.x; i < begin; i += THREADS) {
+            const float total = totals[row + i];
+            if (total != total) value_more = total;
+            more += nan_or_zero(means[row + i]);
+        }
     }
     more = row_sum<THREADS>(more + value_more), value_more = row_sum<THREADS>(value_more);
     float* const poisons = reinterpret_cast<float*>(pairs);
