@@ -18,10 +18,13 @@ from .geometry import MAX_GRID, ceil_div
 from .launch import NOTHING, contiguous, i64, named, runner
 
 FILE = "attention.cu"
-THREADS, ROWS = 256, 128
-SHARED_ROWS, MORE = 384, 384
-"""Rows of the tiles of a block, and its other bytes of shared memory, at most; ``attention.cu`` divides them."""
+THREADS, ROWS = 128, 128
+"""Of a block, but for the cotangents of keys."""
 WIDTHS = (32, 64, 128)
+STEP, SHORT = 64, 32
+"""Queries that a block of keys takes at once, of which it has twice as many: as the device has shared memory."""
+MORE = 32
+"""Bytes of shared memory that a kernel declares itself, at most."""
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -29,8 +32,10 @@ def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in DTYPES:
         for width in WIDTHS:
-            for kernel in ("forward", "backward_queries", "backward_keys"):
+            for kernel in ("forward", "backward_queries"):
                 yield FILE, named(f"attention_{kernel}", d, width)
+            for step in (STEP, SHORT) if width == WIDTHS[-1] else (STEP,):
+                yield FILE, named("attention_backward_keys", d, width, step)
         yield FILE, named("attention_poison", d)
 
 
@@ -63,11 +68,12 @@ class _Call(NamedTuple):
     masked: bool  # some tiles may be left out
     keys: int  # batches of keys and values
 
-    def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int) -> None:
+    def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int, step: int | None = None) -> None:
         """Start a kernel for blocks of rows out of ``length``."""
-        grid = (batches * ceil_div(length, ROWS), 1, 1)
-        name = named(f"attention_{kernel}", self.q.dtype, self.width)
-        runner().launch(FILE, name, grid, (THREADS, 1, 1), [*arguments, *self.numbers], _shared(self.width))
+        rows, threads = (2 * step, 4 * step) if step else (ROWS, THREADS)
+        name = named(f"attention_{kernel}", self.q.dtype, self.width, *(() if step is None else (step,)))
+        grid, shared = (batches * ceil_div(length, rows), 1, 1), _shared(self.width, step)
+        runner().launch(FILE, name, grid, (threads, 1, 1), [*arguments, *self.numbers], shared)
 
     def poison(self, x: Any) -> Any:
         """Zeros for each batch and column of an operand, NaN for those with an element that is not finite."""
@@ -82,9 +88,15 @@ class _Call(NamedTuple):
         return out
 
 
-def _shared(width: int) -> int:
-    """Bytes of shared memory that a block takes."""
-    return SHARED_ROWS * (width + 8) * 2 + MORE
+def _shared(width: int, step: int | None = None) -> int:
+    """Bytes of shared memory that a block takes at most, for the cotangents of keys with ``step`` queries at once.
+
+    >>> _shared(64), _shared(128), _shared(128, STEP), _shared(128, SHORT)
+    (65536, 98304, 165376, 74496)
+    """
+    if step is None:
+        return (4 if width < WIDTHS[-1] else 3) * ROWS * width * 2
+    return 2 * step * (8 * width + 4 * step + 12)
 
 
 def _padded(x: Any) -> Any:
@@ -112,9 +124,9 @@ def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagona
         seen = _repeated(mask[0].shape[:-2], lead)
     properties = runner().properties()
     width = next(n for n in WIDTHS if n >= max(d, e))
-    if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), ROWS) > MAX_GRID:
+    if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), 2 * SHORT) > MAX_GRID:
         return None
-    if properties.capability < 80 or properties.shared_memory < _shared(width):
+    if properties.capability < 80 or properties.shared_memory < _shared(width) + MORE:
         return None
     diagonal = keys if diagonal is None else max(-rows, min(diagonal, keys))
     masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0)), *map(np.int32, (0, 0))]
@@ -159,5 +171,6 @@ def attention_backward(
     of_rows.append(xp.empty((batches, rows), np.float32))  # the means of slopes
     call.start("backward_queries", [*operands, _padded(out), dq, *of_rows, k_poison], rows, batches)
     arguments = [*operands, dk, dv, *of_rows, q_poison, g_poison, i64(batches)]
-    call.start("backward_keys", arguments, keys, call.keys)
+    step = STEP if runner().properties().shared_memory >= _shared(call.width, STEP) + MORE else SHORT
+    call.start("backward_keys", arguments, keys, call.keys, step)
     return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))

@@ -1,8 +1,9 @@
 // Attention of floats of two bytes, forward and backward, without the matrix of the weights: Dao (2023), "FlashAttention-2".
 //
-// A block keeps 128 rows of queries (or of keys, for their cotangents), sixteen a warp, and goes through the keys (queries)
-// in tiles; the next tile is on its way while one is multiplied. Weights are rounded to two bytes before they are multiplied.
-// Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
+// A block keeps 128 rows of queries, 32 a warp, and goes through the keys in tiles; the next tile is on its way while one is multiplied.
+// A fragment of keys or values that a warp loads serves two products so: memory shared by a block is as scarce as the tensor cores. For the
+// cotangents of keys and values a block keeps keys, and two warps share 32 of them. Weights are rounded to two bytes before they are
+// multiplied. Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
 // forward pass leaves the largest score and the sum of each row for that (one log-sum-exp has no digits for the sum of a row of far
 // scores); the mean of a row's slopes is the product of its result and its cotangent.
 //
@@ -10,11 +11,35 @@
 #include "headers/matrices.cuh"
 #include "headers/reduce.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 16 * WARPS;
+constexpr int THREADS = 128, ROWS = 128;  // of a block
 constexpr float LOG2E = 1.44269504088896340736f;
 
 __device__ inline float nan_or_zero(float x) { return x * 0.0f; }
 __device__ inline float base_of(float most) { return most == infinity<float>() || most == -infinity<float>() ? 0.0f : most; }
+
+// To the last digits but two; what is smaller than the least normal number is zero.
+__device__ inline float power_of_two(float x)
+{
+#ifdef EMULATED
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// NaN wins.
+__device__ inline float larger(float x, float y)
+{
+#if defined(EMULATED) || __CUDA_ARCH__ < 800
+    return Max::of(x, y);
+#else
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+#endif
+}
 
 // Sizes, and what a query may see.
 struct Sight {
@@ -27,11 +52,13 @@ struct Sight {
     __device__ bool is_masked() const { return kind || diagonal < keys; }
     __device__ int end(int queries) const { return max(0, min(keys, min(queries, rows) + diagonal)); }
     __device__ bool hides(int first_query, int keys_end) const { return kind || keys_end > keys || keys_end > first_query + diagonal + 1; }
+    __device__ bool sees(int i, int j) const { return j < keys && j <= i + diagonal; }
 
-    __device__ float operator()(float s, int i, int j) const
+    __device__ float with_mask(float s, int i, int j) const
     {
-        if (j >= keys || j > i + diagonal) return -infinity<float>();
-        if (kind == 0 || i >= rows) return s;
+        asm volatile("" : "+r"(i));  // what is the same for a row is made again for each score: registers are rarer than instructions here
+        if (!sees(i, j)) return -infinity<float>();
+        if (i >= rows) return s;
         const i64 at = (i64)i * row + j * column;
         if (kind == 1) return static_cast<const bool*>(mask)[at] ? s : -infinity<float>();
         const float m = static_cast<const float*>(mask)[at];
@@ -52,21 +79,129 @@ struct Repeated {
 #define SIGHT(batch)                                                                                                          \
     {                                                                                                                          \
         rows, keys, diagonal, scale, mask_kind,                                                                                \
-            static_cast<const char*>(mask) + Repeated{mask_step, mask_count}.of(batch) * mask_size * (mask_kind == 1 ? 1 : 4), \
+            mask_kind ? static_cast<const char*>(mask) + Repeated{mask_step, mask_count}.of(batch) * mask_size * (mask_kind == 1 ? 1 : 4) : nullptr, \
             mask_row, mask_column                                                                                              \
     }
 
-// Scores of 16 queries and N keys, from products: `query` and `key` are those of the first row and column of the lane.
+// ----- tiles of rows of D elements, and products of the 32 rows of a warp ----------------------------------------------
+
+// Where an element of a tile lies: 16 bytes have their places in a row changed, so that those of eight rows lie in different banks.
+template <int D>
+__device__ inline int place(int row, int column)
+{
+    return row * D + (column ^ (D < 64 ? row / 2 % 4 : row % 8) * 8);
+}
+
+// `N` rows of a matrix with `count` rows of `width` elements, from row `first` on, by THREADS threads; zeros where it has none.
+// They are there after the next wait and the next barrier.
+template <int D, int N, int THREADS, class T>
+__device__ inline void load_rows(T* tile, const T* matrix, int first, int count, int width)
+{
+    constexpr int STEP = THREADS * 8 / D;  // a multiple of eight: all of a thread's have the same place in their rows
+    const int row = threadIdx.x / (D / 8), column = threadIdx.x % (D / 8) * 8, left = column < width ? count - first - row : 0;
+    const T* from = matrix + (i64)(first + row) * width + column;
+    T* const to = tile + place<D>(row, column);
+#pragma unroll
+    for (int i = 0; i < N; i += STEP, from += STEP * width)
+        if (N % STEP == 0 || i + row < N) copy_later(to + i * D, i < left ? from : matrix, i < left);
+}
+
+template <int D, class T>
+__device__ inline void left_of(u32 (&out)[4], const T* tile, int row, int k)
+{
+    const int lane = threadIdx.x % 32;
+    load_matrices<false>(out, tile + row * D + place<D>(lane % 16, k + lane / 16 * 8));
+}
+
+// Two neighbours of 16 x 8 of a right factor, from `k` and `column` on: of a tile of its rows, or TRANSPOSED, of its columns.
+template <bool TRANSPOSED, int D, class T>
+__device__ inline void right_of(u32 (&out)[4], const T* tile, int k, int column)
+{
+    const int lane = threadIdx.x % 32;
+    if constexpr (TRANSPOSED)
+        load_matrices<false>(out, tile + column * D + place<D>(lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+    else
+        load_matrices<true>(out, tile + k * D + place<D>(lane % 16, column + lane / 16 * 8));
+}
+
+// Sums of 32 rows and of N columns. Each fragment of a right factor serves both halves of the rows.
 template <int N>
-__device__ inline void to_scores(float (&s)[N / 8][4], const Sight& sight, int query, int key, bool hidden)
+using Sums = float[2][N / 8][4];
+
+// sum += a b^T, of the rows of `a` from `row` on and those of `b` from `column` on.
+template <int D, int N, class T>
+__device__ inline void add_product_transposed(Sums<N>& sum, const T* a, int row, const T* b, int column)
 {
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n)
+    for (int k = 0; k < D; k += 16) {
+        u32 x[2][4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            s[n][c] *= sight.scale;
-            if (hidden) s[n][c] = sight(s[n][c], query + c / 2 * 8, key + n * 8 + c % 2);
+        for (int h = 0; h < 2; ++h) left_of<D>(x[h], a, row + 16 * h, k);
+#pragma unroll
+        for (int n = 0; n < N / 8; n += 2) {
+            u32 y[4];
+            right_of<true, D>(y, b, k, column + n * 8);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                multiply_add<T>(sum[h][n], x[h], y[0], y[1]);
+                multiply_add<T>(sum[h][n + 1], x[h], y[2], y[3]);
+            }
         }
+    }
+}
+
+// sum += a b, for 16 columns of `a` and as many rows of `b` from `k` on.
+template <int D, int WIDTH, class T>
+__device__ inline void add_part(Sums<WIDTH>& sum, const u32 (&x)[2][4], const T* b, int k, int column)
+{
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n += 2) {
+        u32 y[4];
+        right_of<false, D>(y, b, k, column + n * 8);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            multiply_add<T>(sum[h][n], x[h], y[0], y[1]);
+            multiply_add<T>(sum[h][n + 1], x[h], y[2], y[3]);
+        }
+    }
+}
+
+// sum += p b, where `p` is sums that are rounded to T.
+template <int D, int N, class T>
+__device__ inline void add_product(Sums<D>& sum, const Sums<N>& p, const T* b)
+{
+#pragma unroll
+    for (int k = 0; k < N / 8; k += 2) {
+        u32 x[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[h][i] = pack<T>(p[h][k + i / 2][i % 2 * 2], p[h][k + i / 2][i % 2 * 2 + 1]);
+        add_part<D, D>(sum, x, b, k * 8, 0);
+    }
+}
+
+// Scores from products: `row` and `column` are those of the lane's first. The rows are the queries, or TURNED, the keys.
+template <bool TURNED, int N>
+__device__ inline void to_scores(Sums<N>& s, const Sight& sight, int row, int column, bool hidden)
+{
+    const auto change = [&](const auto& to) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const int a = row + 16 * h + c / 2 * 8, b = column + n * 8 + c % 2;
+                    s[h][n][c] = to(s[h][n][c], TURNED ? b : a, TURNED ? a : b);
+                }
+    };
+    change([&](float x, int, int) { return product(x, sight.scale); });
+    if (!hidden) return;
+    if (sight.kind)
+        change([&](float x, int i, int j) { return sight.with_mask(x, i, j); });
+    else
+        change([&](float x, int i, int j) { return sight.sees(i, j) ? x : -infinity<float>(); });
 }
 
 // Over the four lanes that have a row of a fragment together.
@@ -77,243 +212,318 @@ __device__ inline float of_row(float x)
     return Op::of(x, __shfl_xor_sync(WHOLE_WARP, x, 2));
 }
 
-// The largest score and the sum of the weights so far, of both rows of a lane (the sum: of its own columns).
-struct Online {
-    float most[2] = {-infinity<float>(), -infinity<float>()}, total[2] = {0, 0};
-
-    // Scores become weights; `factors` is what all that was summed with the weights before is multiplied by.
-    template <int N>
-    __device__ void add(float (&s)[N][4], float (&factors)[2])
-    {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float m = most[r];
-#pragma unroll
-            for (int n = 0; n < N; ++n) m = Max::of(m, Max::of(s[n][2 * r], s[n][2 * r + 1]));
-            m = of_row<Max>(m);
-            const float base = base_of(m);
-            // Nothing stays nothing: the factor may be infinite.
-            factors[r] = most[r] == -infinity<float>() ? 1.0f : exp2f((base_of(most[r]) - base) * LOG2E);
-            most[r] = m;
-            float sum = 0;
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int c = 2 * r; c < 2 * r + 2; ++c) sum += s[n][c] = exp2f((s[n][c] - base) * LOG2E);  // less the base first: both may be the least float
-            total[r] = total[r] * factors[r] + sum;
-        }
-    }
-    // The sum of the weights of a whole row; of one that sees nothing, what leaves zeros as they are.
-    __device__ float whole(int r, bool masked) const
-    {
-        const float t = of_row<Add>(total[r]);
-        return masked && t == 0 ? 1.0f : t;
-    }
-};
-
-// The sixteen rows of a fragment, times a number for each row, plus a row, to memory; through `tile`, which the warp has for itself.
-template <class T, int D>
-__device__ inline void store_rows(T* matrix, T* tile, const float (&x)[D / 8][4], int first, int count, int width, const float (&factor)[2], const float* more)
+// 32 rows of sums from row and column on, times a number, or a number for each row, plus a row of them, to memory; through `tile`,
+// of which the warp has these rows and columns for itself.
+template <int D, int WIDTH, class T, class Factor>
+__device__ inline void store_rows(T* matrix, T* tile, const Sums<WIDTH>& x, int in_tile, int first, int count, int begin, int width, const Factor& factor, const float* more)
 {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n)
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int column = n * 8 + lane % 4 * 2;
-            float a = x[n][2 * r] * factor[r], b = x[n][2 * r + 1] * factor[r];
-            if (more && column < width) a += more[column], b += more[column + 1];
-            *reinterpret_cast<u32*>(tile + (lane / 4 + r * 8) * STRIDE<D> + column) = pack<T>(a, b);
-        }
+        for (int n = 0; n < WIDTH / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int column = begin + n * 8 + lane % 4 * 2;
+                float a = x[h][n][2 * r] * factor(h, r), b = x[h][n][2 * r + 1] * factor(h, r);
+                if (more && column < width) a += more[column], b += more[column + 1];
+                *reinterpret_cast<u32*>(tile + (in_tile + h * 16) * D + place<D>(lane / 4 + r * 8, column)) = pack<T>(a, b);
+            }
     __syncwarp();
-    for (int i = lane; i < 16 * (D / 8); i += 32) {
-        const int row = i / (D / 8), column = i % (D / 8) * 8;
+    for (int i = lane; i < 32 * (WIDTH / 8); i += 32) {
+        const int row = i / (WIDTH / 8), column = begin + i % (WIDTH / 8) * 8;
         if (first + row < count && column < width)
-            store_vector(matrix + (i64)(first + row) * width + column, vector_at<8>(tile + row * STRIDE<D> + column));
+            store_vector(matrix + (i64)(first + row) * width + column, vector_at<8>(tile + in_tile * D + place<D>(row, column)));
     }
 }
 
+// ----- forward ----------------------------------------------------------------------------------------------------------
+
+// The largest score and the sum of the weights so far, of the four rows of a lane (the sum: of its own columns).
+struct Online {
+    float most[2][2] = {{-infinity<float>(), -infinity<float>()}, {-infinity<float>(), -infinity<float>()}}, total[2][2] = {};
+
+    // The scores of a tile, and what all that was summed with the weights before is multiplied by.
+    template <int N>
+    __device__ bool raise(const Sums<N>& s, float (&factors)[2][2])
+    {
+        bool changed = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float m = most[h][r];
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n) m = larger(m, larger(s[h][n][2 * r], s[h][n][2 * r + 1]));
+                m = larger(m, __shfl_xor_sync(WHOLE_WARP, m, 1));
+                m = larger(m, __shfl_xor_sync(WHOLE_WARP, m, 2));
+                // Nothing stays nothing: the factor may be infinite.
+                factors[h][r] = most[h][r] == -infinity<float>() ? 1.0f : power_of_two((base_of(most[h][r]) - base_of(m)) * LOG2E);
+                most[h][r] = m;
+                total[h][r] *= factors[h][r];
+                changed |= factors[h][r] != 1.0f;
+            }
+        return changed;
+    }
+    // Scores become weights.
+    template <int N>
+    __device__ void add(Sums<N>& s)
+    {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)  // less the base first: both may be the least float
+                    total[h][c / 2] += s[h][n][c] = power_of_two((s[h][n][c] - base_of(most[h][c / 2])) * LOG2E);
+    }
+    // The sum of the weights of a whole row; of one that sees nothing, what leaves zeros as they are.
+    __device__ float whole(int h, int r, bool masked) const
+    {
+        const float t = of_row<Add>(total[h][r]);
+        return masked && t == 0 ? 1.0f : t;
+    }
+};
+
 template <class T, int D>
-__global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, 2)
     attention_forward(const T* q, const T* k, const T* v, T* out, float* bases, float* totals, const float* poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = 64, PAIR = 2 * N * STRIDE<D>;
+    constexpr int N = D <= 64 ? 64 : 48, PAIR = 2 * N * D;  // more would take more registers than there are
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
     const int first = (tiles - 1 - (int)(blockIdx.x % tiles)) * ROWS;  // those that see most of the keys begin first
     const Sight sight SIGHT(batch);
-    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, query = first + of_warp + lane / 4;
-    T *const queries = shared, *const pairs = queries + ROWS * STRIDE<D>;
-    const int end = sight.end(first + ROWS);
+    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 32, query = first + of_warp + lane / 4;
+    T *const queries = shared, *const pairs = queries + ROWS * D;
+    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + 32);
     const auto load = [&](int at) {
         T* const pair = pairs + at / N % 2 * PAIR;
-        load_rows<D, N>(pair, k + kv * keys * d, at, keys, d);
-        load_rows<D, N>(pair + N * STRIDE<D>, v + kv * keys * e, at, keys, e);
+        load_rows<D, N, THREADS>(pair, k + kv * keys * d, at, keys, d);
+        load_rows<D, N, THREADS>(pair + N * D, v + kv * keys * e, at, keys, e);
     };
-    load_rows<D, ROWS>(queries, q + batch * rows * d, first, rows, d);
+    load_rows<D, ROWS, THREADS>(queries, q + batch * rows * d, first, rows, d);
     if (end) load(0);
     Online online;
-    float sum[D / 8][4] = {};
+    Sums<D> sum = {};
     for (int at = 0; at < end; at += N) {
         wait_for_copies();
         __syncthreads();  // this tile is there, and nobody reads the one before
         if (at + N < end) load(at + N);
+        if (at >= own_end) continue;
         const T* const pair = pairs + at / N % 2 * PAIR;
-        float s[N / 8][4] = {}, factors[2];
-        add_product_transposed<D, N>(s, queries + of_warp * STRIDE<D>, pair);
-        to_scores<N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
-        online.add(s, factors);
+        Sums<N> s = {};
+        float factors[2][2];
+        add_product_transposed<D, N>(s, queries, of_warp, pair, 0);
+        to_scores<false, N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
+        if (__ballot_sync(WHOLE_WARP, online.raise<N>(s, factors)))
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n)
+            for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) sum[n][c] *= factors[c / 2];
-        add_product<D, N>(sum, s, pair + N * STRIDE<D>);
+                for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) sum[h][n][c] *= factors[h][c / 2];
+        online.add<N>(s);
+        add_product<D, N>(sum, s, pair + N * D);
     }
     wait_for_copies();
     __syncthreads();  // the memory of the queries is free
-    float factors[2];
+    float factors[2][2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float total = online.whole(r, sight.is_masked());
-        factors[r] = 1 / total;
-        if (lane % 4 == 0 && query + r * 8 < rows) {
-            bases[batch * rows + query + r * 8] = base_of(online.most[r]);
-            totals[batch * rows + query + r * 8] = total;
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float total = online.whole(h, r, sight.is_masked());
+            const int i = query + h * 16 + r * 8;
+            factors[h][r] = 1 / total;
+            if (lane % 4 == 0 && i < rows) {
+                bases[batch * rows + i] = base_of(online.most[h][r]);
+                totals[batch * rows + i] = total;
+            }
         }
-    }
-    store_rows<T, D>(out + batch * rows * e, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, e, factors, poison ? poison + kv * e : nullptr);
+    store_rows<D, D>(out + batch * rows * e, queries, sum, of_warp, first + of_warp, rows, 0, e, [&](int h, int r) { return factors[h][r]; }, poison ? poison + kv * e : nullptr);
 }
+
+// ----- backward ---------------------------------------------------------------------------------------------------------
 
 // The cotangent of the queries; and of each row the mean of its slopes.
 template <class T, int D>
-__global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, 2)
     attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* bases,
                                const float* totals, float* means, const float* k_poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
+    constexpr int N = D <= 64 ? 48 : 32, PAIR = 2 * N * D;
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
     const int first = (tiles - 1 - (int)(blockIdx.x % tiles)) * ROWS;
     const Sight sight SIGHT(batch);
-    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, query = first + of_warp + lane / 4;
-    T *const queries = shared, *const cotangents = queries + ROWS * STRIDE<D>, *const pairs = cotangents + ROWS * STRIDE<D>;
-    const int end = sight.end(first + ROWS);
+    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 32, query = first + of_warp + lane / 4;
+    T *const queries = shared, *const cotangents = queries + ROWS * D, *const pairs = cotangents + ROWS * D;
+    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + 32);
     const auto load = [&](int at) {
         T* const pair = pairs + at / N % 2 * PAIR;
-        load_rows<D, N>(pair, k + kv * keys * d, at, keys, d);
-        load_rows<D, N>(pair + N * STRIDE<D>, v + kv * keys * e, at, keys, e);
+        load_rows<D, N, THREADS>(pair, k + kv * keys * d, at, keys, d);
+        load_rows<D, N, THREADS>(pair + N * D, v + kv * keys * e, at, keys, e);
     };
-    load_rows<D, ROWS>(queries, q + batch * rows * d, first, rows, d);
-    load_rows<D, ROWS>(cotangents, g + batch * rows * e, first, rows, e);
+    load_rows<D, ROWS, THREADS>(queries, q + batch * rows * d, first, rows, d);
+    load_rows<D, ROWS, THREADS>(cotangents, g + batch * rows * e, first, rows, e);
     if (end) load(0);
-    float sum[D / 8][4] = {}, base[2], log_total[2], mean[2];
+    float base[2][2], log_total[2][2], mean[2][2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const i64 row = batch * rows + query + r * 8;
-        const bool there = query + r * 8 < rows;
-        base[r] = there ? bases[row] : 0;
-        log_total[r] = there ? log2f(totals[row]) : infinity<float>();  // a query that is not there has no weights
-        float s = 0;
-        for (int c = lane % 4 * 8; there && c < e; c += 32) {
-            const Vector<T, 8> x = vector_at<8>(out + row * e + c), y = vector_at<8>(g + row * e + c);
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 8; ++i) s += wide(x.at[i]) * wide(y.at[i]);
+        for (int r = 0; r < 2; ++r) {
+            const i64 row = batch * rows + query + h * 16 + r * 8;
+            const bool there = query + h * 16 + r * 8 < rows;
+            base[h][r] = there ? bases[row] : 0;
+            log_total[h][r] = there ? log2f(totals[row]) : infinity<float>();  // a query that is not there has no weights
+            float s = 0;
+            for (int c = lane % 4 * 8; there && c < e; c += 32) {
+                const Vector<T, 8> x = vector_at<8>(out + row * e + c), y = vector_at<8>(g + row * e + c);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) s += wide(x.at[i]) * wide(y.at[i]);
+            }
+            mean[h][r] = of_row<Add>(s);
+            if (there && lane % 4 == 0) means[row] = mean[h][r];
         }
-        mean[r] = of_row<Add>(s);
-        if (there && lane % 4 == 0) means[row] = mean[r];
-    }
+    Sums<D> sum = {};
     for (int at = 0; at < end; at += N) {
         wait_for_copies();
         __syncthreads();
         if (at + N < end) load(at + N);
+        if (at >= own_end) continue;
         const T* const pair = pairs + at / N % 2 * PAIR;
-        float s[N / 8][4] = {}, slopes[N / 8][4] = {};
-        add_product_transposed<D, N>(s, queries + of_warp * STRIDE<D>, pair);
-        to_scores<N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
-        add_product_transposed<D, N>(slopes, cotangents + of_warp * STRIDE<D>, pair + N * STRIDE<D>);
+        Sums<N> s = {}, slopes = {};
+        add_product_transposed<D, N>(s, queries, of_warp, pair, 0);
+        to_scores<false, N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
+        add_product_transposed<D, N>(slopes, cotangents, of_warp, pair + N * D, 0);
 #pragma unroll
-        for (int n = 0; n < N / 8; ++n)
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) s[n][c] = exp2f((s[n][c] - base[c / 2]) * LOG2E - log_total[c / 2]) * (slopes[n][c] - mean[c / 2]);
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    s[h][n][c] = power_of_two((s[h][n][c] - base[h][c / 2]) * LOG2E - log_total[h][c / 2]) * (slopes[h][n][c] - mean[h][c / 2]);
         add_product<D, N>(sum, s, pair);
     }
     wait_for_copies();
     __syncthreads();  // the memory of the queries is free
-    const float factors[2] = {scale, scale};
-    store_rows<T, D>(dq + batch * rows * d, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, d, factors, k_poison ? k_poison + kv * d : nullptr);
+    store_rows<D, D>(dq + batch * rows * d, queries, sum, of_warp, first + of_warp, rows, 0, d, [&](int, int) { return scale; }, k_poison ? k_poison + kv * d : nullptr);
 }
 
-// The cotangents of keys and values, summed over the queries of all batches that these serve.
-template <class T, int D>
-__global__ void __launch_bounds__(THREADS, 1)
+// The two warps that have the same keys wait for each other.
+__device__ inline void wait_for_partner(int pair)
+{
+#ifdef EMULATED
+    __syncthreads();
+#else
+    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+#endif
+}
+
+// The cotangents of keys and values, summed over the queries of all batches that these serve, N a step. Two warps have 32 keys: each makes
+// the weights and slopes of half of the queries, and with those of both sums half of the columns.
+template <class T, int D, int N>
+__global__ void __launch_bounds__(4 * N, 1)
     attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* bases,
                             const float* totals, const float* means, const float* q_poison, const float* g_poison, i64 batches, SIGHT_PARAMETERS)
 {
-    constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
+    constexpr int THREADS = 4 * N, KEYS = 2 * N, PAIR = 2 * N * D, HALF = N / 2, WIDTH = D / 2;
     DYNAMIC_SHARED(T, shared);
-    const int tiles = (keys + ROWS - 1) / ROWS;
+    const int tiles = (keys + KEYS - 1) / KEYS;
     const i64 kv = blockIdx.x / tiles;
-    const int first = (int)(blockIdx.x % tiles) * ROWS;  // the first keys are seen by most of the queries
-    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, key = first + of_warp + lane / 4;
-    T *const own = shared, *const values = own + ROWS * STRIDE<D>, *const pairs = values + ROWS * STRIDE<D>;
-    float *const levels = reinterpret_cast<float*>(pairs + 2 * PAIR), *const logs = levels + N, *const middles = logs + N;
-    const int begin = min(rows, max(0, first - diagonal)), steps = (rows - begin + N - 1) / N;
-    const i64 served = batches / kv_count, all = served * steps;
+    const int first = (int)(blockIdx.x % tiles) * KEYS;  // the first keys are seen by most of the queries
+    const int lane = threadIdx.x % 32, of_pair = threadIdx.x / 64 * 32, half = threadIdx.x / 32 % 2, key = first + of_pair + lane / 4;
+    T *const own = shared, *const values = own + KEYS * D, *const pairs = values + KEYS * D, *const weights = pairs + 2 * PAIR, *const slopes = weights + KEYS * N;
+    float* const of_queries = reinterpret_cast<float*>(slopes + KEYS * N);  // twice: base, logarithm of the sum and mean of each query of a step
+    const int begin = min(rows, max(0, first - diagonal));
+    const i64 served = batches / kv_count;
     const auto batch_of = [&](i64 i) { return (i / kv_step * kv_count + kv) * kv_step + i % kv_step; };
-    const auto load = [&](i64 step) {
-        T* const pair = pairs + step % 2 * PAIR;
-        const i64 batch = batch_of(step / steps);
-        const int at = begin + (int)(step % steps) * N;
-        load_rows<D, N>(pair, q + batch * rows * d, at, rows, d);
-        load_rows<D, N>(pair + N * STRIDE<D>, g + batch * rows * e, at, rows, e);
+    i64 turn = 0, batch = batch_of(0);
+    int at = begin;
+    float base, log_total, mean;  // of a query of the step that is loaded
+    const auto load = [&](int stage) {
+        T* const pair = pairs + stage * PAIR;
+        load_rows<D, N, THREADS>(pair, q + batch * rows * d, at, rows, d);
+        load_rows<D, N, THREADS>(pair + N * D, g + batch * rows * e, at, rows, e);
+        const bool there = (int)threadIdx.x < min(N, rows - at);
+        const i64 row = batch * rows + at + threadIdx.x;
+        base = there ? bases[row] : 0;
+        log_total = there ? totals[row] : infinity<float>();  // a query that is not there has no weights
+        mean = there ? means[row] : 0;
     };
-    load_rows<D, ROWS>(own, k + kv * keys * d, first, keys, d);
-    load_rows<D, ROWS>(values, v + kv * keys * e, first, keys, e);
-    if (all) load(0);
-    float sum[D / 8][4] = {}, value_sum[D / 8][4] = {};
-    for (i64 step = 0; step < all; ++step) {
-        const i64 batch = batch_of(step / steps);
-        const int at = begin + (int)(step % steps) * N;
+    const auto keep = [&](int stage) {
+        float* const to = of_queries + stage * 3 * N + threadIdx.x;
+        if ((int)threadIdx.x < N) to[0] = base, to[N] = log2f(log_total), to[2 * N] = mean;
+    };
+    load_rows<D, KEYS, THREADS>(own, k + kv * keys * d, first, keys, d);
+    load_rows<D, KEYS, THREADS>(values, v + kv * keys * e, first, keys, e);
+    bool more_steps = begin < rows;
+    if (more_steps) load(0), keep(0);
+    Sums<WIDTH> sum = {}, value_sum = {};
+    for (int stage = 0; more_steps; stage ^= 1) {
         const Sight sight SIGHT(batch);
+        const int query = at + half * HALF;
+        at += N;
+        if (at >= rows) {
+            at = begin;
+            if (++turn < served) batch = batch_of(turn);
+        }
+        more_steps = turn < served;
         wait_for_copies();
         __syncthreads();
-        if (step + 1 < all) load(step + 1);
-        for (int i = threadIdx.x; i < N; i += THREADS) {  // a query that is not there has no weights
-            const i64 row = batch * rows + at + i;
-            const bool there = at + i < rows;
-            levels[i] = there ? bases[row] : 0;
-            logs[i] = there ? log2f(totals[row]) : infinity<float>();
-            middles[i] = there ? means[row] : 0;
+        if (more_steps) load(stage ^ 1);
+        const T* const pair = pairs + stage * PAIR;
+        Sums<HALF> p = {}, s = {};
+        add_product_transposed<D, HALF>(p, own, of_pair, pair, half * HALF);
+        to_scores<true, HALF>(p, sight, key, query + lane % 4 * 2, sight.hides(query, first + of_pair + 32));
+        add_product_transposed<D, HALF>(s, values, of_pair, pair + N * D, half * HALF);
+#pragma unroll
+        for (int n = 0; n < HALF / 8; ++n) {
+            const int column = half * HALF + n * 8 + lane % 4 * 2;
+            const float* const from = of_queries + stage * 3 * N + column;
+            const Vector<float, 2> level = vector_at<2>(from), log = vector_at<2>(from + N), middle = vector_at<2>(from + 2 * N);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    float x[2], y[2];
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        x[c] = power_of_two((p[h][n][2 * r + c] - level.at[c]) * LOG2E - log.at[c]);
+                        y[c] = x[c] * (s[h][n][2 * r + c] - middle.at[c]);
+                    }
+                    const int to = (of_pair + h * 16) * N + place<N>(lane / 4 + r * 8, column);
+                    *reinterpret_cast<u32*>(weights + to) = pack<T>(x[0], x[1]);
+                    *reinterpret_cast<u32*>(slopes + to) = pack<T>(y[0], y[1]);
+                }
         }
-        const T* const pair = pairs + step % 2 * PAIR;
-        float p[N / 8][4] = {}, slopes[N / 8][4] = {};
-        add_product_transposed<D, N>(p, own + of_warp * STRIDE<D>, pair);
-        add_product_transposed<D, N>(slopes, values + of_warp * STRIDE<D>, pair + N * STRIDE<D>);
-        __syncthreads();
-        const bool hidden = sight.hides(at, first + of_warp + 16);
+        wait_for_partner(threadIdx.x / 64);
 #pragma unroll
-        for (int n = 0; n < N / 8; ++n)
+        for (int i = 0; i < N; i += 16) {
+            u32 x[2][4];
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int i = n * 8 + lane % 4 * 2 + c % 2;
-                float s = p[n][c] * scale;
-                if (hidden) s = sight(s, at + i, key + c / 2 * 8);
-                p[n][c] = exp2f((s - levels[i]) * LOG2E - logs[i]);
-                slopes[n][c] = p[n][c] * (slopes[n][c] - middles[i]);
-            }
-        add_product<D, N>(value_sum, p, pair + N * STRIDE<D>);
-        add_product<D, N>(sum, slopes, pair);
+            for (int h = 0; h < 2; ++h) left_of<N>(x[h], weights, of_pair + 16 * h, i);
+            add_part<D, WIDTH>(value_sum, x, pair + N * D, i, half * WIDTH);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) left_of<N>(x[h], slopes, of_pair + 16 * h, i);
+            add_part<D, WIDTH>(sum, x, pair, i, half * WIDTH);
+        }
+        if (more_steps) keep(stage ^ 1);
     }
     wait_for_copies();
     // Queries before `begin` have weights of zero here, which are NaN where all of their weights are; so with their slopes.
     float more = 0, value_more = 0;
-    for (i64 i = threadIdx.x; i < served * begin; i += THREADS) {
-        const i64 at = batch_of(i / begin) * rows + i % begin;
-        if (totals[at] != totals[at]) value_more = totals[at];
-        more += nan_or_zero(means[at]);
+    for (i64 b = 0; begin && b < served; ++b) {
+        const i64 row = batch_of(b) * rows;
+        for (int i = threadIdx.x; i < begin; i += THREADS) {
+            const float total = totals[row + i];
+            if (total != total) value_more = total;
+            more += nan_or_zero(means[row + i]);
+        }
     }
     more = row_sum<THREADS>(more + value_more), value_more = row_sum<THREADS>(value_more);
     float* const poisons = reinterpret_cast<float*>(pairs);
@@ -324,9 +534,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         poisons[i] = x;
     }
     __syncthreads();
-    const float factors[2] = {scale, scale}, ones[2] = {1, 1};
-    store_rows<T, D>(dk + kv * keys * d, own + of_warp * STRIDE<D>, sum, first + of_warp, keys, d, factors, poisons);
-    store_rows<T, D>(dv + kv * keys * e, values + of_warp * STRIDE<D>, value_sum, first + of_warp, keys, e, ones, poisons + d);
+    store_rows<D, WIDTH>(dk + kv * keys * d, own, sum, of_pair, first + of_pair, keys, half * WIDTH, d, [&](int, int) { return scale; }, poisons);
+    store_rows<D, WIDTH>(dv + kv * keys * e, values, value_sum, of_pair, first + of_pair, keys, half * WIDTH, e, [&](int, int) { return 1.0f; }, poisons + d);
 }
 
 // NaN for each column of a matrix with an element that is not finite; `out` is zeros before.

@@ -81,6 +81,16 @@ def test_several_blocks_of_which_some_see_nothing(emulator: Any, place: Any, clo
         assert not any(x.any() for x in (out, *slopes))
 
 
+@pytest.mark.parametrize("diagonal", [None, 0, -20])
+def test_the_longest_heads_with_little_shared_memory(
+    emulator: Any, place: Any, close: Any, diagonal: int | None
+) -> None:
+    """As of compute capability 8.6: fewer queries and keys at once."""
+    emulator.device = emulator.device._replace(shared_memory=99 << 10)
+    both(close, *operands(place, ml_dtypes.bfloat16, (2, 150, 128), (70, 128), 96), diagonal=diagonal)
+    assert emulator.launched[-1][1] == "attention_backward_keys<bfloat16, 128, 32>"
+
+
 def test_large_scores(emulator: Any, place: Any, close: Any) -> None:
     q, k, v = operands(place, ml_dtypes.bfloat16, (9, 16), (70, 16), 16)
     q[0] = 300
@@ -148,6 +158,8 @@ def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
     assert not served(q, k, v)  # keys of two dimensions apart
     emulator.device = emulator.device._replace(capability=75)
     assert not served(*operands(place, b, (4, 8), (5, 8), 8))
+    emulator.device = emulator.device._replace(capability=80, shared_memory=64 << 10)
+    assert not served(*operands(place, b, (4, 128), (5, 128), 8))
 
 
 def test_memory_that_is_not_aligned(emulator: Any, place: Any, close: Any) -> None:

@@ -34,8 +34,11 @@ def _check(machine_code: Callable[..., dict[str, str]], file: str, names: Sequen
     for name, m in sorted(found.items()):
         print(f"sm_{architecture} {m[3]:>4} registers  {name}")
     # Float64 is held up by its arithmetic, a sixty-fourth of that of float32 on most devices: some registers may spill
-    # there. Of others one or two may, once a row, rather than have half of the threads.
-    spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else 16)}
+    # there. Of others one or two may, once a row, rather than have half of the threads. Attention of 128 columns has the
+    # sums of 32 rows a warp, and with them all 255 registers: none spills on 9.0, and some on others.
+    full = architecture != 90 and any(n.startswith("attention_") and "128" in n for n in names)
+    most = 160 if full else 16
+    spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else most)}
     assert not spilled, f"registers are spilled to memory on sm_{architecture}: {spilled}"
 
 
@@ -89,10 +92,10 @@ def test_every_variant_compiles_for_every_architecture(
 
 
 BUDGETS = """
-    attention.cu    | attention_backward_keys<bfloat16, 128>                              | 248  2 64
-    attention.cu    | attention_backward_queries<bfloat16, 128>                           | 168  5 102
-    attention.cu    | attention_forward<bfloat16, 64>                                     | 128  1 104
-    attention.cu    | attention_forward<bfloat16, 128>                                    | 184  1 136
+    attention.cu    | attention_backward_keys<bfloat16, 128, 64>                          | 255  2 91
+    attention.cu    | attention_backward_queries<bfloat16, 128>                           | 255  5 204
+    attention.cu    | attention_forward<bfloat16, 64>                                     | 232  1 208
+    attention.cu    | attention_forward<bfloat16, 128>                                    | 255  1 240
     attention.cu    | attention_poison<bfloat16>                                          |  32  1  0
     channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0 58
     channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0 37

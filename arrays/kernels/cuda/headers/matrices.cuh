@@ -146,13 +146,6 @@ __device__ inline void load_tile(T* tile, const T* matrix, int count, int width,
     }
 }
 
-// `N` rows of a matrix with `count` rows of `width` elements, from row `first` on; zeros where it has none.
-template <int D, int N, class T>
-__device__ inline void load_rows(T* tile, const T* matrix, int first, int count, int width)
-{
-    load_tile<D, N>(tile, matrix, count - first, width, true, [&](int row) { return (i64)(first + row) * width; });
-}
-
 // 16 x 16 of a left factor, from `row` and `k` on: of a tile of its rows, or TRANSPOSED, of its columns.
 template <bool TRANSPOSED, int D, class T>
 __device__ inline void left_fragment(u32 (&out)[4], const T* tile, int row, int k)
@@ -173,38 +166,4 @@ __device__ inline void right_fragments(u32 (&out)[4], const T* tile, int k, int 
         load_matrices<false>(out, tile + (column + lane / 16 * 8 + lane % 8) * STRIDE<D> + k + lane / 8 % 2 * 8);
     else
         load_matrices<true>(out, tile + (k + lane % 16) * STRIDE<D> + column + lane / 16 * 8);
-}
-
-// sum += a b^T, of 16 rows of `a` and N rows of `b`.
-template <int D, int N, class T>
-__device__ inline void add_product_transposed(float (&sum)[N / 8][4], const T* a, const T* b)
-{
-#pragma unroll
-    for (int k = 0; k < D; k += 16) {
-        u32 x[4], y[4];
-        left_fragment<false, D>(x, a, 0, k);
-#pragma unroll
-        for (int n = 0; n < N / 8; n += 2) {
-            right_fragments<true, D>(y, b, k, n * 8);
-            multiply_add<T>(sum[n], x, y[0], y[1]);
-            multiply_add<T>(sum[n + 1], x, y[2], y[3]);
-        }
-    }
-}
-
-// sum += p b, where `p` of 16 x N is fragments of such a sum, rounded to T.
-template <int D, int N, class T>
-__device__ inline void add_product(float (&sum)[D / 8][4], const float (&p)[N / 8][4], const T* b)
-{
-#pragma unroll
-    for (int k = 0; k < N / 8; k += 2) {
-        const u32 x[4] = {pack<T>(p[k][0], p[k][1]), pack<T>(p[k][2], p[k][3]), pack<T>(p[k + 1][0], p[k + 1][1]), pack<T>(p[k + 1][2], p[k + 1][3])};
-#pragma unroll
-        for (int n = 0; n < D / 8; n += 2) {
-            u32 y[4];
-            right_fragments<false, D>(y, b, k * 8, n * 8);
-            multiply_add<T>(sum[n], x, y[0], y[1]);
-            multiply_add<T>(sum[n + 1], x, y[2], y[3]);
-        }
-    }
 }
