@@ -29,7 +29,7 @@ __device__ inline void prefetch(const T* row, i64 length)
 
 // y, and (ADD) the sum of x and residual, of which y is the norm.
 template <bool CENTER, bool ADD, class T, class G, int THREADS, int ITEMS, bool ENDS>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || (ITEMS && sizeof(T) > 2) ? 1 : 2)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, ITEMS && sizeof(T) > 2 || sizeof(Wide<T>) == 8 ? 1 : 2)
     norm_forward(const T* x, const T* residual, const G* weight, const G* bias, G* y, T* total, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
@@ -83,10 +83,11 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
             }
         }
         const Scale<A> s = row_scale<CENTER>(r, cut, length, eps);
-        // Of the elements of a place: normalised, and the cotangent times the weight.
+        // Of the elements of a place: normalised, and the cotangent times the weight. This product is rounded in the sum as in the
+        // difference from its mean: that of one element is zero.
         const auto pairs = [&](auto p, const auto& d) {
             return [=, v = r(p), w = parameter_at<ENDS>(weight, p)](int k) {
-                return Pair<A>{(wide(v.at[k]) - s.mean) * s.inverse, wide(d.at[k]) * wide(w.at[k])};
+                return Pair<A>{(wide(v.at[k]) - s.mean) * s.inverse, product(wide(d.at[k]), wide(w.at[k]))};
             };
         };
         A along_one = A(0), along_n = A(0);
