@@ -72,12 +72,23 @@ def sum_parts(partial: Any, dtype: np.dtype) -> Any:
 
 _LEAST = 1 << 16
 """Elements from which on the kernels of reductions are started: of few CuPy's one launch is enough. (Not measured.)"""
+_COLUMNS = 1024
+"""Columns that all of an array is summed in first."""
 
 
 def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
-    """The sum over the first dimensions of an array without gaps, in a fixed order, rounded once to ``dtype``; other
-    sums are NotImplemented."""
+    """The sum over the first dimensions of an array without gaps, or over all of many short floats, in a fixed order,
+    rounded once to ``dtype``; other sums are NotImplemented."""
     r, n = runner(), len(axis)
+    if (
+        n == x.ndim
+        and x.dtype.itemsize == 2
+        and x.flags.c_contiguous
+        and not x.size % _COLUMNS
+        and x.size >= 16 * _LEAST
+    ):
+        columns = column_sums(x.reshape(-1, _COLUMNS), (0,), False, wide(x.dtype))
+        return columns.sum().astype(dtype).reshape((1,) * (n if keepdims else 0))
     width = math.prod(x.shape[n:])
     wanted = sorted(axis) == [*range(n)] and x.flags.c_contiguous and x.size >= _LEAST
     if not wanted or width * x.dtype.itemsize < 256:  # half of a warp's loads

@@ -1,25 +1,8 @@
 """The GPU suite: every test here needs a CUDA device and CuPy, and is skipped with the reason where there is none.
 
-``pytest tests/gpu`` runs it with one command and prints a report of the device. What has never run on a GPU so far: all
-of it. The suite was written on machines without one; the logic that it shares with the CPU is tested there, and
+``pytest tests/gpu`` runs it with one command and prints a report of the device. It was written on machines without one:
 ``contract`` runs it over a fake CUDA, by real CuPy, but for values, and ``MESHTAPE_EMULATED_GPU=FOLDER pytest
-tests/gpu`` with values (``docs/development/gpu.md``).
-
-Of the kernels (``arrays/kernels``) that means: every source has been compiled to machine code for compute capabilities
-7.5, 8.0, 9.0 and 10.0, and has been run, with the Python that starts it, under an emulation of CUDA's execution model
-on a CPU (``tests/arrays/kernels``), which knows barriers, shuffles, shared memory, misaligned and illegal accesses.
-What that cannot show, and nothing has shown: their speed (``benchmarks/gpu.py``), the loading of modules through CuPy,
-streams, and the last places of CUDA's own ``exp``, ``log``, ``sqrt`` and contracted multiply-adds.
-
-Of compiled programs: the kernels that are written for elementwise chains have been compiled and emulated in the same
-way, operand by operand against NumPy. The splitting of a program into CUDA graphs and the calls between them has been
-run against a stand-in that keeps their rules (a capture computes nothing, a replay reads and writes fixed memory);
-capture and replay by CuPy, the pool that graphs have to themselves and their order among streams have not
-(``test_programs.py``). Of ``mt.prefetch`` the thread, its bounds and the book of lent memory have been run on a CPU;
-its stream, events and pinned memory have not, nor have errors of used-up device memory and the exchange protocols of
-CUDA (``test_transfers.py``). Of meshes with blocks on GPUs all of it has run against an emulation that refuses what
-CuPy refuses (``tests/parallel/emulated_gpu.py``), every op on random shardings, and messages through an emulated NCCL;
-CuPy's own functions, streams and NCCL have not (``test_meshes.py``, ``test_nccl.py``).
+tests/gpu`` with values (``docs/development/gpu.md``). What was seen on a GPU is in ``docs/development/gpu-measured.md``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Meshes whose blocks are on this machine's GPUs: the promises of ``tests/parallel/test_device_blocks.py`` on the real
-thing. Never run so far; there they run against an emulation of CuPy and NCCL."""
+thing; there they run against an emulation of CuPy and NCCL."""
 
 from __future__ import annotations
 

@@ -44,6 +44,20 @@ def test_sums_of_columns(emulator: Any, place: Any, close: Any, shape: Any, axis
     assert np.isinf(total[..., 7]).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=lambda d: d.name)
+def test_the_sum_of_all(emulator: Any, place: Any, close: Any, dtype: np.dtype) -> None:
+    x = place(np.random.default_rng(0).normal(1, 2, (8, 6, 512)), dtype)
+    exact = x.astype(np.float64)
+    for keepdims in (False, True):
+        total = cuda("sum", x, axis=(0, 1, 2), keepdims=keepdims)
+        mean = cuda("mean", x, axis=(0, 1, 2), keepdims=keepdims, count=x.size)
+        assert total.dtype == mean.dtype == dtype
+        assert total.shape == (1, 1, 1) * keepdims
+        close(np.asarray(total), exact.sum(keepdims=keepdims))
+        close(np.asarray(mean), exact.mean(keepdims=keepdims))
+    assert cuda("sum", x[:7, :5, :3], axis=(0, 1, 2), keepdims=False) is NotImplemented
+
+
 def test_sums_that_the_kernel_leaves(emulator: Any, place: Any) -> None:
     x = place(np.ones((40, 50, 64)), np.float32)
     for y, axis in (
