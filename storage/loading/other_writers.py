@@ -11,8 +11,9 @@ from ..base.checksums import crc32c
 from ..format import manifest
 from ..stores import store as stores
 
-MOST = 256
-"""Arrays of a checkpoint whose group is compared: of more, its file is long, and nobody appends to those."""
+MOST = 64
+"""Arrays of a checkpoint whose group is compared, which takes one read more: of more its file is long, and those are
+models, to which nobody appends."""
 
 
 def refuse_changed(root: str, held: manifest.Manifest) -> None:
@@ -50,6 +51,6 @@ def _node(root: str, file: str) -> tuple[dict[str, Any], bytes]:
     try:
         text = stores.at(root).get(file)
         node = strict_json.loads(text)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}, b""
     return (node, text) if isinstance(node, dict) else ({}, b"")
