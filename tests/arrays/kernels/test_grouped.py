@@ -68,6 +68,8 @@ def test_values_and_cotangents_of_ragged_groups(
 @pytest.mark.parametrize("shared", [99, 227])  # kilobytes: two stages, and four
 def test_more_steps_than_stages(emulator: Any, place: Any, close: Any, shared: int) -> None:
     """Tiles of later steps are copied to where those of earlier ones were read; results have two tiles of columns."""
+    if (shared == 99) != bool(emulator.seed):
+        pytest.skip("half a minute of an emulation: one order of the threads for each")
     emulator.device = emulator.device._replace(shared_memory=shared << 10)
     compare(close, *operands(place, SHORT, np.zeros((140, 2), int), 328, 136, 1))
 
