@@ -11,7 +11,7 @@ along the columns.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -84,6 +84,18 @@ class Unpacked(DerivedTensor):
         raised = (words >> shifts) & np.uint32((1 << self.bits) - 1)
         out[...] = raised.astype(np.int16) - (1 << (self.bits - 1))
         return nbytes
+
+
+MARK = "meshtape.quantized"
+"""The name, beside the arrays of a record of `meshtape.storage.quantize`, of the number of its bits."""
+MARKS = (MARK, "dtype", "length", "times")
+"""The members of such a record that are no arrays."""
+
+
+def marks_of(sources: Iterable[str], names: Container[str]) -> set[str]:
+    """Which of the names mark these sources as the arrays of a record: no marks of what the record stands for."""
+    records = [s[:-1] for s in sources if s.endswith(".q") and f"{s[:-1]}{MARK}" in names]
+    return {f"{record}{mark}" for record in records for mark in MARKS if f"{record}{mark}" in names}
 
 
 def dequantizes(tensor: Any) -> bool:

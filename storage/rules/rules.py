@@ -32,9 +32,11 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.manifest import Leaf
 from ..readers.tensor import read_box
 from . import text
+from .dequantized import marks_of
 from .lazy_tensors import Filled, InMemoryTensor
 from .match import BoundRules
 from .match import Rule as Rule
+from .value_steps import Dequantize
 
 
 class Rules:
@@ -124,8 +126,10 @@ class Rules:
             n: StoredArray((n,), t, ckpt.arrays[n].sharding_text if n in kept else None) for n, t in outputs.items()
         }
         structure: dict[str | int, Any] = {n: Leaf(i) for i, n in enumerate(arrays)}
+        restored = [a for a in program.applied if any(isinstance(s, Dequantize) for s in a.rule.steps)]
+        consumed = program.consumed | marks_of([s for a in restored for s in a.sources], scalars)
         for name, value in scalars.items():
-            if name not in program.consumed:
+            if name not in consumed:
                 if name in structure:
                     raise RuleConflict(f"{name!r} is a value in the checkpoint, and a rule gives an array of that name")
                 structure[name] = value

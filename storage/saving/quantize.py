@@ -27,11 +27,10 @@ from ..base.malformed import malformed
 from ..base.names import fits, leaf_name, patterns_of
 from ..format import dtypes
 from ..rules.casting import count_lost_rows
-from ..rules.dequantized import scale_beside
+from ..rules.dequantized import MARK, MARKS, scale_beside
 
-MARK = "meshtape.quantized"
 MAX_TIMES = 1
-_MEMBERS = (MARK, "q", "scale", "dtype", "length", "times")
+_MEMBERS = ("q", "scale", *MARKS)
 LEVELS = {8: 127, 4: 7}
 _MOST = 3.4e38  # the square of a root above it may be infinite in float32
 

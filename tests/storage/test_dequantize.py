@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import meshtape as mt
 from meshtape import errors
 from meshtape.arrays.core.blocks import Box
 from meshtape.cli import main
@@ -353,3 +354,17 @@ def test_there_is_no_way_back_and_the_state_has_no_scales():
         Rules("w, s -> w, dequantize()").inverse({"w": x, "s": s})
     got = Rules("w, s -> v, dequantize()", follow=["opt.m.{}"]).on_arrays({"w": x, "s": s, "opt.m.w": np.ones((2, 2))})
     assert sorted(got) == ["opt.m.v", "v"]
+
+
+def test_a_rule_that_restores_a_record_takes_its_marks_along(tmp_path):
+    """Else the result would be taken for quantised still, and hold more than it stands for."""
+    state = {"m": np.random.default_rng(0).normal(size=(16, 64)).astype("f4"), "step": 7}
+    quantised = mt.storage.quantize(state)
+    mt.save(tmp_path / "q", quantised)
+    rule = "{x*}.q, {x*}.scale -> {x*}, dequantize()"
+    tree = mt.load(tmp_path / "q", rules=rule, like=state)
+    np.testing.assert_array_equal(np.asarray(tree["m"]), np.asarray(mt.storage.dequantize(quantised)[0]["m"]))
+    assert tree["step"] == 7
+    assert "q" in mt.storage.quantize(mt.load(tmp_path / "q", rules=rule))["m"]
+    kept = load(tmp_path / "q", rules="m.q -> m.q, cast(int16)")  # which restores nothing
+    assert kept["m.meshtape.quantized"] == 8
