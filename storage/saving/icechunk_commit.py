@@ -47,17 +47,22 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         raise CheckpointError(f"{target}: a save writes no virtual chunks; leave out virtual_chunks")
     if node:
         raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
-    repo = icechunk_store.repository(place, create=True)
-    if branch not in repo.list_branches():
-        if branch in repo.list_tags() or icechunk_store.is_id(branch):
-            raise CheckpointError(f"{target}: {branch!r} is no branch; saves are committed to branches")
-        repo.create_branch(branch, repo.lookup_branch("main"))
-    session = repo.writable_session(branch)
-    kept = _of_others(zarr, session.store, target)
-    # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
-    group = zarr.create_group(session.store, overwrite=True)
-    sums = [_write(zarr, group, item, kept.get(item.directory, {})) for item in items]
-    group.update_attributes(kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)})
+    _refuse_unwritable(place)
+    try:
+        repo = icechunk_store.repository(place, create=True)
+        if branch not in repo.list_branches():
+            if branch in repo.list_tags() or icechunk_store.is_id(branch):
+                raise CheckpointError(f"{target}: {branch!r} is no branch; saves are committed to branches")
+            with contextlib.suppress(ice.IcechunkError):  # another writer was first; what else it is comes again below
+                repo.create_branch(branch, repo.lookup_branch("main"))
+        session = repo.writable_session(branch)
+        kept = _of_others(zarr, session.store, target)
+        # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
+        group = zarr.create_group(session.store, overwrite=True)
+        sums = [_write(zarr, group, item, kept.get(item.directory, {})) for item in items]
+        group.update_attributes(kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)})
+    except ice.IcechunkError as e:
+        raise StoreError(f"{target}: icechunk could not write: {icechunk_store.first_line(e)}") from None
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
     told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
@@ -176,6 +181,15 @@ def taken(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]
     return np.asarray(blocks[rank][0])
 
 
+def _refuse_unwritable(place: str) -> None:
+    """Raise `StoreError` where a local repository may not be written to: icechunk itself panics."""
+    folder = place
+    while not is_url(place) and not os.path.lexists(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    if not is_url(place) and os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"{place}: no permission to write in {folder}")
+
+
 @contextlib.contextmanager
 def _alone(place: str) -> Iterator[None]:
     """One commit to a local repository at a time: there icechunk itself cannot tell two of them apart. Object stores
@@ -183,7 +197,11 @@ def _alone(place: str) -> Iterator[None]:
     if is_url(place):
         yield
         return
-    fd = os.open(f"{place.rstrip('/')}.meshtape-lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    lock = f"{place.rstrip('/')}.meshtape-lock"
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as e:
+        raise StoreError(f"{lock}, which a commit holds, cannot be opened: {e.strerror}; nothing was saved") from None
     try:
         deadline = time.monotonic() + _WAIT
         while try_lock(fd) is False:

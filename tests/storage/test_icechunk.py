@@ -6,9 +6,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -644,3 +646,47 @@ def test_virtual_chunks_in_a_bucket(ice, s3, tmp_path, kit, monkeypatch):
     save_safetensors(f"{options(s3.url, endpoint=endpoint)}/m.safetensors", {"w": WEIGHTS["w"] + 1}, overwrite=True)
     with pytest.raises(errors.CheckpointReplaced, match="whose file is another"):
         load(where)
+
+
+_NOBODY = """
+import os, sys, encodings.ascii
+import numpy as np
+import icechunk, zarr, meshtape as mt
+os.setgid(65534), os.setuid(65534)
+for url in sys.argv[1:]:
+    try:
+        mt.save(url, {"w": np.ones(2)})
+    except mt.errors.StoreError as e:
+        print("told:", e)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone can become nobody")
+def test_a_repository_that_may_not_be_written_is_told(ice):
+    folder = tempfile.mkdtemp()  # nobody does not come to pytest's
+    try:
+        os.chmod(folder, 0o755)
+        mt.save(f"icechunk://{folder}/repo", {"w": np.ones(3)})
+        done = _saved_by_nobody([f"icechunk://{folder}/{name}" for name in ("repo", "new", "deep/new")])
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("told:") == 3
+    assert done.stdout.count("no permission to write in") == 3
+
+
+def _saved_by_nobody(urls):
+    return subprocess.run([sys.executable, "-c", _NOBODY, *urls], capture_output=True, text=True, timeout=120)
+
+
+def test_a_branch_that_another_writer_makes_first_is_written_to(ice, tmp_path, monkeypatch):
+    url = f"icechunk://{tmp_path}/repo"
+    mt.save(url, {"w": np.ones(3)})
+    repo = icechunk_store.repository(f"{tmp_path}/repo", create=True)
+    repo.create_branch("fresh", repo.lookup_branch("main"))
+    asked = iter([{"main"}])
+    real = type(repo).list_branches
+    monkeypatch.setattr(type(repo), "list_branches", lambda self: next(asked, None) or real(self))
+    mt.save(f"{url}@fresh", {"w": np.full(3, 2.0)})
+    monkeypatch.undo()
+    assert mt.load(f"{url}@fresh")["w"].tolist() == [2.0] * 3
