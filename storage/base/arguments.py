@@ -21,6 +21,14 @@ def whole_number(what: str, value: Any) -> int:
         raise CheckpointError(f"{what} is a whole number, got {value!r:.40}") from None
 
 
+def step_number(value: Any) -> int:
+    """A step as Python's integer."""
+    step = whole_number("a step", value)
+    if step < 0:
+        raise CheckpointError(f"a step cannot be negative, got {step}")
+    return step
+
+
 def check_positive(**given: Any) -> None:
     """Each is a whole number of at least 1 (1e9 is one)."""
     for name, n in given.items():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, MeshtapeError, NotACheckpoint
 from ...arrays.core.formatting import DRAWINGS
-from ..base.arguments import whole_number
+from ..base.arguments import step_number, whole_number
 from ..base.page import Page
 from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
@@ -126,6 +126,10 @@ class CheckpointManager:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
         if every_minutes is not None and not _number("every_minutes", every_minutes) > 0:
             raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
+        if not isinstance(best, str | None):
+            raise CheckpointError(f"best is the name of a metric, got {best!r:.80}")
+        if not isinstance(share, bool):
+            raise CheckpointError(f"share is true or false, got {share!r:.80}")
         if best_is not in ("lowest", "highest"):
             raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
         if when_busy not in ("wait", "skip"):
@@ -153,10 +157,7 @@ class CheckpointManager:
 
     def path(self, step: int) -> str:
         """The path of the checkpoint of a step, which need not exist."""
-        step = whole_number("a step", step)
-        if step < 0:
-            raise CheckpointError(f"a step cannot be negative, got {step}")
-        return store.join(self.directory, numbered.name(step))
+        return store.join(self.directory, numbered.name(step_number(step)))
 
     def should_save(self, step: int) -> bool:
         """Whether it is time, by ``every_steps`` and ``every_minutes``. Step 0 is never due by count."""

@@ -18,6 +18,7 @@ TREE = {"a": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(3, np
 CALLS: dict[str, Callable[..., Any]] = {
     "save": lambda at, **k: mt.save(at / "new", TREE, **k),
     "save_safetensors": lambda at, **k: mt.storage.save_safetensors(at / "new", **{"tensors": TREE, **k}),
+    "CheckpointManager": lambda at, **k: mt.CheckpointManager(at / "new", **k),
     "load": lambda at, **k: mt.load(at / "p", **k),
     "convert": lambda at, **k: mt.storage.convert(at / "p", at / "new", **{"format": "safetensors", **k}),
     "reshard": lambda at, **k: mt.storage.reshard(at / "p", at / "new", **k),
@@ -28,7 +29,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "mean": lambda at, **k: virtual.mean([at / "p", at / "p"], **k),
 }
 ODD = {
-    "save": {"step": ["x", 3.5], "metadata": [5, "x", True], "documents": ["x", [1], True], "compression": [5, [1]]},
+    "save": {
+        "step": ["x", 3.5, -1],
+        "metadata": [5, "x", True],
+        "documents": ["x", [1], True],
+        "compression": [5, [1]],
+    },
+    "CheckpointManager": {"best": [5, ["loss"]], "share": ["no", None], "keep": [0, 1.5], "layout": ["both"]},
     "save_safetensors": {"tensors": [5, [1], None], "metadata": [5, "x"]},
     "load": {"ignore": [5, [1]], "report": [True, {}]},
     "convert": {
