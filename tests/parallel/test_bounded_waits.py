@@ -319,8 +319,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
 
 
 def _held(client: Client, address: str) -> da.Array:
-    """Blocks on one worker."""
-    held = client.persist(da.arange(8, chunks=2), workers=[address])
+    """Blocks on one worker, which no other test has."""
+    held = client.persist(da.from_array(np.arange(8), chunks=2, name=False), workers=[address])
     with client.as_current():
         wait(held)
     return held
@@ -333,7 +333,7 @@ def test_tasks_of_two_workers_that_do_not_reach_each_other_are_not_waited_for(pr
         parts = [dask.delayed(np.concatenate)(both)]
         source = mt.training.DaskSource([dask.delayed(np.arange)(4)], client=processes)
         with cut(processes, one, other):
-            with pytest.raises(mt.errors.ClusterError, match=rf"arange.* worker {other} gets nothing .* from {one}"):
+            with pytest.raises(mt.errors.ClusterError, match=rf"array.* worker {other} gets nothing .* from {one}"):
                 mt.from_dask(held, mesh, a=mt.Shard(0))
             with pytest.raises(mt.errors.ClusterError, match=r"a DaskSource: .* gets nothing of what .* needs from"):
                 source._compute(parts)
@@ -343,7 +343,7 @@ def test_tasks_of_two_workers_that_do_not_reach_each_other_are_not_waited_for(pr
 
 def test_tasks_that_no_worker_may_run_are_not_waited_for(processes, looks):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
-        held = processes.persist(da.arange(8, chunks=2), resources={"quantum": 1})
+        held = processes.persist(da.ones(8, chunks=2), resources={"quantum": 1})
         with pytest.raises(mt.errors.ClusterError, match=r"may run on no worker that is there, only on quantum=1"):
             mt.from_dask(held, mesh, a=mt.Shard(0))
 
