@@ -365,25 +365,37 @@ class WorkerStreams:
         """Have the futures of an item end with tasks of Dask's, which bring its values to the workers. They fail where
         nobody gets on with these; ``what`` says then what for."""
         places = [(f.stream, f.number) for f in tasks]  # and not the futures, which keep the values
-        watch = TaskWatch(self.client(), what, [t.key for t in tasks.values()])
         for future, task in tasks.items():
             future.follow(task)
 
+        def fail(error: Exception) -> None:
+            for stream, number in places:
+                if (future := stream.pending.pop(number, None)) is not None:
+                    future.finish("failed", error)
+
+        self.flush({s.address for s, _ in places})
+        keys = [t.key for t in tasks.values()]
+        self.watch(what, keys, lambda: any(number in stream.pending for stream, number in places), fail)
+
+    def watch(
+        self, what: str, keys: Sequence[Any], waits: Callable[[], bool], fail: Callable[[Exception], None]
+    ) -> None:
+        """Look at tasks of Dask's while ``waits()``; ``fail`` gets the error where nobody gets on with them."""
+        tasks = TaskWatch(self.client(), what, keys)
+
         async def look() -> None:
             try:
-                while any(number in stream.pending for stream, number in places):
+                while waits():
                     await asyncio.sleep(LOOK)
-                    await watch.look()
+                    if waits():
+                        await tasks.look()
             except Exception as e:
-                for stream, number in places:
-                    if (future := stream.pending.pop(number, None)) is not None:
-                        future.finish("failed", e)
+                fail(e)
 
         def begin() -> None:
             self._looks.add(task := asyncio.ensure_future(look()))
             task.add_done_callback(self._looks.discard)
 
-        self.flush({s.address for s, _ in places})
         self._loop.call_soon_threadsafe(begin)
 
     def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
