@@ -366,6 +366,8 @@ def test_messages_of_dasks_that_are_held_back_are_sent(processes, looks):
             of()
             found = mt.from_dask(da.arange(8, chunks=2) + 1, mesh, a=mt.Shard(0))
             np.testing.assert_array_equal(found, np.arange(1, 9))
+            of()
+            assert processes.compute(found.to_dask().sum()).result(200) == 36
 
 
 def test_tasks_that_somebody_gets_on_with_are_waited_for(processes, looks, eventually):
