@@ -36,31 +36,24 @@ from ..base.message_streams import (
     popped,
 )
 from .worker_queue import Ref, answered
-from .workers import PerClient, check_running, on_loop, scheduler_answer
+from .workers import LOOK, PAUSED, PerClient, TaskWatch, check_running, on_loop, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
 LATE = 0.1
 """Seconds for which a message about dropped values waits for another one to the same worker."""
 
-_PAUSED = (
-    "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
-    "x), or the worker has a larger limit"
-)
-
 
 class WorkerFuture:
     """An item of work on one worker, and its value. The worker drops the value when no future of it is left here."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_lock", "_needs", "error", "name", "number", "state", "stream", "task")
+    __slots__ = ("__weakref__", "_callbacks", "_lock", "_needs", "error", "name", "number", "state", "stream")
 
     def __init__(self, stream: WorkerStream, number: int, name: str) -> None:
         self.stream, self.number, self.name = stream, number, name
         self.state = "pending"
         """Or ``"done"``, ``"failed"``; ``"lost"`` where the worker is."""
         self.error: BaseException | None = None
-        self.task: Any = None
-        """The future of Dask's that it follows, if any."""
         self._callbacks: list[Callable[[WorkerFuture], None]] = []
         self._needs: Sequence[WorkerFuture] = ()
         self._lock = threading.Lock()
@@ -106,7 +99,6 @@ class WorkerFuture:
     def follow(self, task: Any) -> None:
         """End with a future of Dask's, which brings its value to the worker."""
         self.stream.pending[self.number] = self
-        self.task = task
 
         def ended(task: Any) -> None:
             self.stream.pending.pop(self.number, None)
@@ -119,7 +111,6 @@ class WorkerFuture:
                 )
 
         task.add_done_callback(ended)
-        self.stream.streams.flush([self.stream.address])
 
     def __repr__(self) -> str:
         return f"<WorkerFuture {self.name}-{self.number} on {self.stream.address}: {self.state}>"
@@ -136,7 +127,7 @@ class WorkerStream:
         self.pending: dict[int, WorkerFuture] = {}
         self.waiting = 0  # calls that wait for this worker, beside the pending items
         self.heard, self.silent = False, 0.0
-        self.paused, self.paused_for = False, 0.0
+        self.paused = False
         self.lost: str | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dropped: list[int] = []
@@ -218,7 +209,7 @@ class WorkerStream:
 
     def _is_paused(self, paused: bool) -> None:
         if paused and not self.paused:
-            log.warning("worker %s is %s; programs of meshes go on", self.address, _PAUSED)
+            log.warning("worker %s is %s; programs of meshes go on", self.address, PAUSED)
         self.paused = paused
 
     def lose(self, why: str) -> None:
@@ -282,6 +273,7 @@ class WorkerStreams:
         self._streams: dict[str, WorkerStream] = {}
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
         self._late: deque[Callable[[], Iterable[WorkerStream]]] = deque()
         self._alive: dict[weakref.ref[Any], tuple[Callable[[Any], None], Any]] = {}
         self._gone: deque[weakref.ref[Any]] = deque()
@@ -369,6 +361,43 @@ class WorkerStreams:
         self.flush({*messages, *(s.address for s in late)})
         return futures
 
+    def follow(self, what: str, tasks: Mapping[WorkerFuture, Any]) -> None:
+        """Have the futures of an item end with tasks of Dask's, which bring its values to the workers. They fail where
+        nobody gets on with these; ``what`` says then what for."""
+        places = [(f.stream, f.number) for f in tasks]  # and not the futures, which keep the values
+        for future, task in tasks.items():
+            future.follow(task)
+
+        def fail(error: Exception) -> None:
+            for stream, number in places:
+                if (future := stream.pending.pop(number, None)) is not None:
+                    future.finish("failed", error)
+
+        self.flush({s.address for s, _ in places})
+        keys = [t.key for t in tasks.values()]
+        self.watch(what, keys, lambda: any(number in stream.pending for stream, number in places), fail)
+
+    def watch(
+        self, what: str, keys: Sequence[Any], waits: Callable[[], bool], fail: Callable[[Exception], None]
+    ) -> None:
+        """Look at tasks of Dask's while ``waits()``; ``fail`` gets the error where nobody gets on with them."""
+        tasks = TaskWatch(self.client(), what, keys)
+
+        async def look() -> None:
+            try:
+                while waits():
+                    await asyncio.sleep(LOOK)
+                    if waits():
+                        await tasks.look()
+            except Exception as e:
+                fail(e)
+
+        def begin() -> None:
+            self._looks.add(task := asyncio.ensure_future(look()))
+            task.add_done_callback(self._looks.discard)
+
+        self._loop.call_soon_threadsafe(begin)
+
     def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
         """The values of items, brought here; with ``errors``, those of items that failed stand in their places."""
 
@@ -443,10 +472,9 @@ class WorkerStreams:
 
     async def _look(self) -> None:
         """Watch the workers until the client is closed or its event loop ends, and end the sessions with it."""
-        asking: asyncio.Task[Any] | None = None
         try:
             while self._open():
-                busy, asking = self._ask(asking)
+                busy = self._ask()
                 tick = max(0.05, min(2.0, settings.number("timeout") / 8))
                 await self._pause(tick)
                 # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
@@ -460,9 +488,8 @@ class WorkerStreams:
         client = self._client()
         return client is not None and client.status != "closed"
 
-    def _ask(self, asking: asyncio.Task[Any] | None) -> tuple[list[WorkerStream], asyncio.Task[Any] | None]:
-        """Ping the workers that something waits for, and ask the scheduler where something waits for it: these workers,
-        and the question."""
+    def _ask(self) -> list[WorkerStream]:
+        """Ping the workers that something waits for: these workers."""
         alive = [s for s in self._streams.values() if s.lost is None]
         fetching = [(f, n.stream) for s in alive for f in s.pending.values() for n in f._needs]
         for future, source in fetching:
@@ -470,32 +497,17 @@ class WorkerStreams:
                 self._give_up(future, source)
         sources = {source for _, source in fetching}
         busy = [s for s in alive if s.pending or s.waiting or s in sources]
-        # A future that follows a task of Dask's waits for the scheduler, too.
-        followed = [f for s in busy for f in s.pending.values() if f.task is not None]
-        if asking is not None and asking.done():
-            for future in followed if asking.exception() is not None else ():
-                future.finish("failed", asking.exception())
-            asking = None
-        client = self._client()
-        if followed and asking is None and client is not None and client.status == "running":
-            asking = asyncio.ensure_future(scheduler_answer(client, "identity", n_workers=0))
         for s in busy:
             s.heard = False
             s.send({"op": "ping"})
             s.wake()
-        return busy, asking
+        return busy
 
     def _judge(self, s: WorkerStream, tick: float) -> None:
         timeout = settings.number("timeout")
         s.silent = 0.0 if s.heard else s.silent + tick
         if s.silent >= timeout:
             s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
-        of_dask = [f for f in s.pending.values() if f.task is not None]
-        s.paused_for = s.paused_for + tick if s.paused and of_dask else 0.0
-        if s.heard and s.paused_for >= timeout:
-            s.paused_for = 0.0
-            for future in of_dask:
-                future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
     def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:
         """End an item that waits for the value of a lost worker, on its own worker too, where it keeps others

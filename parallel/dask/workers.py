@@ -208,20 +208,165 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
     raise AssertionError
 
 
-def while_answering(client: Client, fn: Callable[..., Any], *args: Any) -> Any:
-    """The result of a slow function of Dask's client, waited for as long as the scheduler answers. Raises
-    :class:`ClusterError` where it does not."""
+def while_answering(
+    client: Client, fn: Callable[..., Any], *args: Any, look: Callable[[], Coroutine[Any, Any, object]] | None = None
+) -> Any:
+    """The result of a slow function of Dask's client, waited for as long as the scheduler answers, or as ``look``
+    (of :class:`TaskWatch`) raises nothing. Raises :class:`ClusterError` where it does not."""
 
     async def wait() -> Any:
         task = asyncio.ensure_future(fn(*args))
         try:
             while not (await asyncio.wait([task], timeout=LOOK))[0]:
-                await scheduler_answer(client, "identity", n_workers=0)
+                await (look() if look is not None else scheduler_answer(client, "identity", n_workers=0))
             return task.result()
         finally:
             task.cancel()
 
     return on_loop(client, wait)
+
+
+PAUSED = (
+    "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
+    "x), or the worker has a larger limit"
+)
+
+
+class TaskWatch:
+    """Looks at tasks of Dask's that a call waits for, so that it ends where nobody gets on with them.
+
+    Dask itself waits for ever where two workers do not reach each other (the scheduler sends the one to the other again
+    and again) and where no worker may run a task. A worker whose clock jumped back keeps its messages until the time
+    that it had noted. To the scheduler all of these are tasks under way.
+    """
+
+    def __init__(self, client: Client, what: str, keys: Sequence[Any]) -> None:
+        self._client, self._what, self._keys = client, what, list(keys)
+        self._waited, self._mark = 0.0, 0
+        self._unfinished, self._gets_on, self._hurry = _looks()
+
+    async def look(self) -> None:
+        """Called every :data:`LOOK` seconds on the client's event loop. Raises :class:`ClusterError` where the
+        scheduler does not answer, or nobody got on with the tasks for ``meshtape.timeout`` seconds."""
+        await scheduler_answer(self._client, "identity", n_workers=0)
+        self._waited += LOOK
+        if self._waited < settings.number("timeout"):
+            return
+        self._waited = 0.0
+        if await self._problem() is not None:
+            await asyncio.sleep(LOOK)  # for news that was on its way, or was held back until now
+            if (problem := await self._problem()) is not None:
+                raise ClusterError(
+                    f"{self._what}: nobody gets on with its tasks of Dask's: {problem}. Mend that, or take other "
+                    "workers, and call it again"
+                )
+
+    async def _problem(self) -> str | None:
+        """Why nobody gets on with the tasks; None where somebody does, or did since this was last asked."""
+        before = self._mark
+        self._hurry(self._client.scheduler_comm)
+        ask = self._client._run_on_scheduler(self._unfinished, self._client.id, self._keys, before)
+        try:
+            self._mark, tasks = await asyncio.wait_for(ask, settings.number("timeout"))
+        except Exception:  # the next look says why; or this Dask keeps other books, and its own limits count
+            return None
+        if self._mark != before:
+            return None
+        there: dict[str, list[Any]] = {}
+        for address, *task in tasks:
+            there.setdefault(address, []).append(task)
+        nowhere = {why: key for key, why, _ in there.pop("", ())}  # each reason once
+        problems = [f"{key} {why}" for why, key in nowhere.items()]
+        seconds = settings.number("timeouts.silence")
+        found = await asyncio.gather(*(_asked(self._client, self._gets_on, (t, seconds), a) for a, t in there.items()))
+        for address, problem in zip(there, found, strict=True):
+            if problem is None or isinstance(problem, Exception):
+                return None
+            problems.append(f"worker {address} {'does not answer' if problem is _GONE else problem}")
+        return "; ".join(problems[:3]) or None
+
+
+def _looks() -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], None]]:
+    """Functions for the scheduler, for workers and for all. They travel by value, as workers of others need no
+    meshtape."""
+    paused_text = PAUSED
+
+    def hurry(stream: Any) -> None:
+        """Have a stream of Dask's send what it holds back, if it does: its clock may have jumped."""
+        if stream is not None:
+            stream.next_deadline = None
+            stream.waker.set()
+
+    def unfinished(client: str, keys: Sequence[Any], before: int, dask_scheduler: Any) -> tuple[int, list[Any]]:
+        """A mark of the tasks that are to be done next; and these (worker, task, state, workers with what it needs),
+        where it is as ``before``."""
+        hurry(dask_scheduler.client_comms.get(client))
+        tasks = {k: dask_scheduler.tasks.get(k) for k in keys}
+        stack, seen = [t for t in tasks.values() if t is not None], set()
+        while stack:
+            t = stack.pop()
+            if t in seen:
+                continue
+            seen.add(t)
+            if t.state == "waiting":
+                stack.extend(t.waiting_on)
+            elif t.state == "queued":  # behind whatever there is
+                stack.extend(p for w in dask_scheduler.workers.values() for p in w.processing)
+        unknown = [("", str(k), "is unknown to the scheduler", ()) for k, t in tasks.items() if t is None]
+        undone = {t for t in seen if t.state not in ("waiting", "queued", "memory")}
+        seen = undone if undone or unknown else seen  # or all are done, and on their way to the client
+        mark = hash((len(unknown), frozenset((t.key, t.state, t.processing_on) for t in seen)))
+        found: list[Any] = []
+        for t in seen if mark == before else ():
+            if t.state == "no-worker":
+                limits = sorted(map(str, (*(t.worker_restrictions or ()), *(t.host_restrictions or ()))))
+                limits += [f"{k}={v}" for k, v in (t.resource_restrictions or {}).items()]
+                paused = [w.address for w in dask_scheduler.workers.values() if w.status.name == "paused"]
+                why = "may run on no worker that is there" + (f", only on {', '.join(limits)}" if limits else "")
+                why += f"; worker(s) {', '.join(paused)} are {paused_text}" if paused else ""
+                found.append(("", str(t.key), why, ()))
+            elif t.state not in ("processing", "memory"):
+                found.append(("", str(t.key), f"is {t.state}", ()))
+            else:
+                on = t.processing_on or next(iter(t.who_has))
+                hurry(dask_scheduler.stream_comms.get(on.address))
+                owners = {w.address for d in t.dependencies for w in d.who_has or () if w is not on}
+                found.append((on.address, t.key, t.state, sorted(owners)))
+        return mark, found + unknown
+
+    async def gets_on(tasks: Sequence[Any], seconds: float, dask_worker: Any) -> str | None:
+        """Why this worker gets on with none of these tasks; None where it does with one."""
+        import asyncio
+
+        async def answers(address: str) -> bool:
+            try:
+                return await asyncio.wait_for(dask_worker.rpc(address).ping(), seconds) == b"pong"
+            except (OSError, TimeoutError):
+                return False
+
+        hurry(dask_worker.batched_stream)
+        paused, problem = dask_worker.status.name == "paused", ""
+        for key, at_scheduler, owners in tasks:
+            task = dask_worker.state.tasks.get(key)
+            state = "forgotten" if task is None else task.state
+            if state == at_scheduler == "memory" or state in ("executing", "long-running", "cancelled", "resumed"):
+                return None
+            if state not in ("ready", "constrained", "waiting"):
+                problem = problem or f"and the scheduler do not hear of each other: {key} is {state} there"
+            elif paused:
+                problem = f"is {paused_text}"
+            elif state != "waiting":
+                return None
+            else:
+                coming = [d for d in task.waiting_for_data if d.state in ("fetch", "flight")]
+                sources = {a for d in coming for a in ([d.coming_from] if d.coming_from else d.who_has)}
+                if any(await asyncio.gather(*map(answers, sources))):
+                    return None
+                there = ", ".join(owners[:3]) or "no worker"
+                problem = problem or f"gets nothing of what {key} needs from {there} (do they reach each other?)"
+        return problem
+
+    return unfinished, gets_on, hurry
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
@@ -300,17 +445,8 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
         Where a worker leaves the cluster meanwhile, or stops answering; where the scheduler is gone.
     """
 
-    async def one(address: str) -> Any:
-        call = client.run(function, *args, workers=[address], on_error="return")
-        found = await _while_alive(client, address, call)
-        answer = None if found is None else found.get(address)
-        # An error of the connection, or one of the function that looks like it?
-        if found is None or (isinstance(answer, OSError) and not await _answers(client, address)):
-            return _GONE
-        return answer
-
     async def ask_all() -> list[Any]:
-        return list(await asyncio.gather(*map(one, workers)))
+        return list(await asyncio.gather(*(_asked(client, function, args, a) for a in workers)))
 
     try:
         found = dict(zip(workers, on_loop(client, ask_all), strict=True))
@@ -323,3 +459,14 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
 
 
 _GONE = object()
+
+
+async def _asked(client: Client, function: Callable[..., Any], args: Sequence[Any], address: str) -> Any:
+    """The same of one worker, on the client's event loop; ``_GONE`` where it leaves or stops answering."""
+    call = client.run(function, *args, workers=[address], on_error="return")
+    found = await _while_alive(client, address, call)
+    answer = None if found is None else found.get(address)
+    # An error of the connection, or one of the function that looks like it?
+    if found is None or (isinstance(answer, OSError) and not await _answers(client, address)):
+        return _GONE
+    return answer

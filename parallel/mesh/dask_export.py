@@ -52,6 +52,7 @@ def to_dask(buf: ShardedLike) -> da.Array:
         graph = {(name, *place): exported(blocks[rank]) for place, rank in owners.items()}
     else:
         graph = {(name, *place): _future(buf, rank) for place, rank in owners.items()}
+        _watch(mesh.runtime, name, list(graph.values()))
     return da.Array(graph, name, chunks, dtype=buf.dtype)
 
 
@@ -63,6 +64,15 @@ def _future(buf: ShardedLike, rank: int) -> Any:
     future = runtime.client.submit(_block_here, tuple(here), handle.slot, rank, **options)
     future.add_done_callback(lambda _, held=handle: None)  # the block stays there until then
     return future
+
+
+def _watch(runtime: Any, name: str, futures: list[Any]) -> None:
+    """Look at the blocks' tasks until they have ended: what Dask holds back of them comes through. Those who wait for
+    them are Dask's, which has limits of its own."""
+    left = {f.key for f in futures}
+    for f in futures:
+        f.add_done_callback(lambda ended: left.discard(ended.key))
+    runtime._streams.watch(name, list(left), lambda: bool(left), lambda error: None)
 
 
 def _block_here(ref: tuple[int, str, str], slot: int, rank: int) -> np.ndarray:

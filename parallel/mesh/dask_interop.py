@@ -45,6 +45,9 @@ def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
         For an unknown axis, or anything but a ``dask.array``.
     DTypeError
         For elements that no Array has, and masked ones.
+    ClusterError
+        Where nobody gets on with the tasks of ``d`` for ``meshtape.timeout`` seconds: two workers do not reach each
+        other, say, or one is paused.
 
     Examples
     --------
@@ -98,7 +101,7 @@ def _remote(d: da.Array, shape: tuple[int, ...], dtype: np.dtype, layout: Layout
     client, streams = runtime.client, runtime._streams
     # Once, on the workers: parts of chunks are cut where the chunks are.
     held = client.persist(d)
-    made = []
+    made: dict[WorkerFuture, Any] = {}
     with streams.order:
         number = streams.number()
     for p, address in enumerate(runtime.addresses):
@@ -109,15 +112,15 @@ def _remote(d: da.Array, shape: tuple[int, ...], dtype: np.dtype, layout: Layout
         parts = [client.compute(held[b.slices], **where) for b in distinct]
         payload = {r: (distinct.index(b), b.shape, dtype) for r, b in boxes.items()}
         mine_there = WorkerFuture(streams[address], number, FROM_DASK)
-        task = client.submit(_adopt, tuple(mine_there.ref), runtime.mesh_id, payload, *parts, pure=False, **where)
-        mine_there.follow(task)
-        made.append(mine_there)
-    this = Gang(FROM_DASK, made)
+        ref = tuple(mine_there.ref)
+        made[mine_there] = client.submit(_adopt, ref, runtime.mesh_id, payload, *parts, pure=False, **where)
+    streams.follow(f"[{FROM_DASK}] {d.name}", made)
+    this = Gang(FROM_DASK, list(made))
     try:
         runtime._queue.wait(this)
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler is gone, and its tasks with it
-            client.cancel([f.task for f in made])  # a paused worker would do them later, for nobody
+            client.cancel(list(made.values()))  # a paused worker would do them later, for nobody
         raise
     return RemoteBlocks(this, 0)
 

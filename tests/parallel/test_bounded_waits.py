@@ -21,10 +21,10 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, Event, wait
 
 import meshtape as mt
-from meshtape.parallel.dask import streams, worker
+from meshtape.parallel.dask import streams, worker, workers
 from meshtape.parallel.dask.cluster import connect
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
@@ -270,6 +270,145 @@ def from_the_command_line(
         start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(folder))
     eventually(address)
     return scheduler, address()
+
+
+# ----- tasks of Dask's ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cut(client: Client, one: str, other: str) -> Iterator[None]:
+    """Two workers do not reach each other; everybody else reaches both."""
+
+    def close(to: str | None, dask_worker: Any) -> None:
+        pool = dask_worker.rpc
+        if to is None:
+            del pool.connect
+            return
+        connect = pool.connect
+
+        async def refused(address: str, timeout: float | None = None) -> Any:
+            if address == to:
+                raise OSError("no route to host")
+            return await connect(address, timeout)
+
+        pool.connect = refused
+
+    client.run(close, other, workers=[one])
+    client.run(close, one, workers=[other])
+    try:
+        yield
+    finally:
+        client.run(close, None)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """What those who wait for tasks of Dask's see, often, and after a short limit."""
+    seen: list[str | None] = []
+    problem = workers.TaskWatch._problem
+
+    async def noted(self: Any) -> str | None:
+        seen.append(await problem(self))
+        return seen[-1]
+
+    monkeypatch.setattr(workers.TaskWatch, "_problem", noted)
+    monkeypatch.setattr(workers, "LOOK", 0.2)
+    monkeypatch.setattr(streams, "LOOK", 0.2)
+    with dask.config.set({"meshtape.timeout": 2.0, "meshtape.timeouts.silence": 1.0}):
+        yield seen
+
+
+def _held(client: Client, address: str) -> da.Array:
+    """Blocks on one worker, which no other test has."""
+    held = client.persist(da.from_array(np.arange(8), chunks=2, name=False), workers=[address])
+    with client.as_current():
+        wait(held)
+    return held
+
+
+def test_tasks_of_two_workers_that_do_not_reach_each_other_are_not_waited_for(processes, looks):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        one, other = mesh.runtime.addresses
+        held, both = _held(processes, one), [_held(processes, one)[:2], _held(processes, other)[2:4]]
+        parts = [dask.delayed(np.concatenate)(both)]
+        source = mt.training.DaskSource([dask.delayed(np.arange)(4)], client=processes)
+        with cut(processes, one, other):
+            with pytest.raises(mt.errors.ClusterError, match=rf"array.* worker {other} gets nothing .* from {one}"):
+                mt.from_dask(held, mesh, a=mt.Shard(0))
+            with pytest.raises(mt.errors.ClusterError, match=r"a DaskSource: .* gets nothing of what .* needs from"):
+                source._compute(parts)
+        np.testing.assert_array_equal(mt.from_dask(held, mesh, a=mt.Shard(0)), np.arange(8))
+        np.testing.assert_array_equal(source._compute(parts)[0], [0, 1, 2, 3])
+
+
+def test_tasks_that_no_worker_may_run_are_not_waited_for(processes, looks):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        held = processes.persist(da.ones(8, chunks=2), resources={"quantum": 1})
+        with pytest.raises(mt.errors.ClusterError, match=r"may run on no worker that is there, only on quantum=1"):
+            mt.from_dask(held, mesh, a=mt.Shard(0))
+
+
+def test_messages_of_dasks_that_are_held_back_are_sent(processes, looks):
+    """As those of a worker, or of the scheduler, whose clock jumped back: until the time that it had noted."""
+
+    async def hold_back(dask_worker: Any) -> None:  # or the scheduler, under the same name
+        scheduler = hasattr(dask_worker, "stream_comms")
+        for stream in dask_worker.stream_comms.values() if scheduler else [dask_worker.batched_stream]:
+            while stream.next_deadline is not None:
+                await asyncio.sleep(0.001)
+            stream.next_deadline = 1e18
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        for of in (
+            lambda: processes.run(hold_back, workers=mesh.runtime.addresses[1:]),
+            lambda: processes.run_on_scheduler(hold_back),
+        ):
+            of()
+            found = mt.from_dask(da.arange(8, chunks=2) + 1, mesh, a=mt.Shard(0))
+            np.testing.assert_array_equal(found, np.arange(1, 9))
+            of()
+            assert processes.compute(found.to_dask().sum()).result(200) == 36
+
+
+def test_tasks_that_somebody_gets_on_with_are_waited_for(processes, looks, eventually):
+    """One that computes for longer than the limit, and then a value that takes as long on its way."""
+
+    def slow(on: bool, dask_worker: Any) -> None:
+        if not on:
+            dask_worker.let_go.set()
+            return
+        sends, dask_worker.let_go = dask_worker.handlers["get_data"], asyncio.Event()
+
+        async def late(comm: Any, **options: Any) -> Any:
+            await dask_worker.let_go.wait()
+            dask_worker.handlers["get_data"] = sends
+            return await sends(comm, **options)
+
+        dask_worker.handlers["get_data"] = late
+
+    def computes(block: np.ndarray, name: str) -> np.ndarray:  # travels by value
+        from distributed import Event
+
+        Event(name).wait()
+        return block
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh, ThreadPoolExecutor(1) as pool:
+        one, gate = mesh.runtime.addresses[0], Event(f"gate-{time.monotonic_ns()}", client=processes)
+        held = _held(processes, one)
+        d = da.arange(8, chunks=8).map_blocks(computes, gate.name, dtype=int, meta=np.empty(0, int))
+        for what, begin, end in (
+            (d, lambda: None, gate.set),
+            (held, lambda: processes.run(slow, True, workers=[one]), lambda: processes.run(slow, False, workers=[one])),
+        ):
+            looks.clear()
+            begin()
+            coming = pool.submit(mt.from_dask, what, mesh, a=mt.Shard(0))
+            try:
+                eventually(lambda: len(looks) >= 4)
+            finally:
+                end()
+            np.testing.assert_array_equal(coming.result(), np.arange(8))
+            assert looks[:4] == [None] * 4
 
 
 # ----- what is sent ---------------------------------------------------------------------------------------------------

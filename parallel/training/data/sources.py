@@ -11,7 +11,7 @@ import numpy as np
 from ....arrays.core import tree as trees
 from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
-from ...dask.workers import while_answering
+from ...dask.workers import TaskWatch, while_answering
 from .columnar import ArrowSource
 from .mapping import MapSource, array_of, is_map_style
 from .parts import PartedSource, Sized
@@ -195,7 +195,9 @@ class DaskSource(PartedSource):
         import dask
 
         if self.client is not None:
-            return while_answering(self.client, self.client.gather, self.client.compute(list(parts)))
+            futures = self.client.compute(list(parts))
+            watch = TaskWatch(self.client, "the parts of a DaskSource", [f.key for f in futures])
+            return while_answering(self.client, self.client.gather, futures, look=watch.look)
         return list(dask.compute(*parts))
 
     def _load(self, number: int) -> Any:
