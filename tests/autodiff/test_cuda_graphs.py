@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays import native
 from meshtape.arrays.core.program import Program
 from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, GraphedProgram, Token, graphed
 from meshtape.autodiff.compiler.fusion import FusedRun, chains, executable
@@ -322,7 +323,7 @@ def test_a_state_that_is_given_up_has_the_values_of_the_code(step: Any, refused:
         del got
         for old, values in kept:
             check(old, values)
-    if held == "nothing" and not refused:
+    if held == "nothing" and not refused and native.AVAILABLE:  # the stand-in for kernels of chains is in C
         assert (graphs.copied, len(run._recordings[0]._in_place)) == STEPS[step]
     assert len(run._recordings) <= 2
 

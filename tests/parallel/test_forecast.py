@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape.arrays import native
 from meshtape.arrays.core.dispatch import wrap
 from meshtape.errors import DeviceError, DTypeError, MeshError, ShardingConflict, TracedValueError
 from meshtape.parallel.collectives.pieces import ArraySink
@@ -220,9 +221,10 @@ def test_the_peak_is_what_the_executor_takes(name, peak_of):
     turns = [[{0: b.copy()} for b in blocks] for _ in range(3)]  # a run writes into what it is given
     expected = found.peak - found.start
     with np.errstate(all="ignore"):
-        # What an op holds on its way (half a megabyte here) is in no forecast.
-        assert peak_of(lambda: prepared.run(turns.pop(), Deaf()), below=1.12 * expected) == pytest.approx(
-            expected, rel=0.12
+        # What an op holds on its way (half a megabyte here, more in NumPy's forms) is in no forecast.
+        most = 0.12 if native.AVAILABLE else 0.2
+        assert peak_of(lambda: prepared.run(turns.pop(), Deaf()), below=(1 + most) * expected) == pytest.approx(
+            expected, rel=most
         )
     assert found.start == sum(b.nbytes for b in blocks)
     assert sum(found.kinds.values()) == found.peak

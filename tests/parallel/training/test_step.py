@@ -100,7 +100,7 @@ def test_every_stage_of_zero_gives_the_steps_of_one_rank(single, axes, plan, zer
     for a, b in zip(seen, wanted_seen, strict=True):
         assert abs(a["loss"] - b["loss"]) < 2e-6
         assert abs(a["grad_norm"] - b["grad_norm"]) < 2e-5
-    assert largest_difference(state["params"], wanted["params"]) < 3e-5  # Adam divides by small roots
+    assert largest_difference(state["params"], wanted["params"]) < 4e-5  # Adam divides by small roots
     assert largest_difference(state["ema"]["mean"], wanted["ema"]["mean"]) < 1e-5
 
 
