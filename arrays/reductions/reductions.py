@@ -17,7 +17,7 @@ from ..backends.pieces import reduced as joined
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import HALF, as_dtype, is_low_precision, result_type
+from ..core.dtypes import FIRST_USER_DTYPE, HALF, as_dtype, is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import Op, ShapeDtype, for_floats
 from ..kernels import row_norms as kernels
@@ -45,6 +45,8 @@ def _plain(name: str, short: bool = False) -> Callable[..., Any]:
         if short and x.dtype.num >= HALF:
             return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
         if xp is np:
+            if x.dtype.num >= FIRST_USER_DTYPE and name in ("max", "min"):  # ml_dtypes' own take 30 times as long
+                return reduce(x, axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
             return reduce(x, axis=axis, keepdims=keepdims)
         return getattr(x, name)(axis=axis, keepdims=keepdims)
 

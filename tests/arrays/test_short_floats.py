@@ -127,3 +127,25 @@ def test_the_result_of_several_operands_has_their_common_dtype() -> None:
     assert mt.einsum("i,i->", x, y).dtype == mt.float32
     assert mt.einsum("i,i->", x, x).dtype == mt.bfloat16
     assert mt.interp(x, y, y).dtype == mt.float32
+
+
+@pytest.mark.parametrize("name", ["tanh", "expm1"])
+def test_functions_in_float32_are_those_of_every_bfloat16(name: str) -> None:
+    x = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    with np.errstate(all="ignore"):
+        got = getattr(mt, name)(mt.asarray(x)).numpy()
+        want = getattr(np, name)(x.astype(np.float64)).astype(np.float32).astype(x.dtype)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+
+
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extremes_of_bfloat16_are_its_own_numbers(name: str, axis: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 70)).astype(ml_dtypes.bfloat16)
+    x[3, 5] = np.nan
+    x[7] = -np.inf
+    got = getattr(mt, name)(mt.asarray(x), axis=axis).numpy()
+    want = getattr(x.astype(np.float64), name)(axis=axis)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(got.astype(np.float64), want)

@@ -68,7 +68,9 @@ def _group_norm(xp: Any, x: Any, weight: Any, bias: Any, num_groups: int, axis: 
     groups = _groups(xp, x, num_groups, axis)
     rows, inside, spatial = groups.shape
     out = xp.empty(groups.shape, xp.result_type(x.dtype, weight.dtype, bias.dtype))
-    w, b = (p.reshape(num_groups, inside, 1) for p in (weight, bias))
+    # In the dtype of the sums, as NumPy multiplies short floats one by one.
+    given = out.dtype if out.dtype.itemsize > wide.itemsize else wide
+    w, b = (p.reshape(num_groups, inside, 1).astype(given, copy=False) for p in (weight, bias))
     if x.size:
         with np.errstate(all="ignore"):
             for (key,) in row_blocks(xp, (rows, inside * spatial), 1)[1]:
@@ -76,7 +78,10 @@ def _group_norm(xp: Any, x: Any, weight: Any, bias: Any, num_groups: int, axis: 
                 n = xp.empty(r.shape, wide)
                 _normalized(xp, r, eps, n)
                 which = xp.arange(rows)[key] % num_groups
-                xp.add(n.reshape(-1, inside, spatial) * w[which], b[which], out=out[key], casting="same_kind")
+                y = n.reshape(-1, inside, spatial)
+                y = xp.multiply(y, w[which], out=y if given == wide else None)
+                y += b[which]
+                out[key] = y
     return _back(xp, out, x.shape, axis)
 
 
