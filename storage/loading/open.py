@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...arrays.backends.collector import no_collections
@@ -462,6 +462,15 @@ def _nodes(store: Store) -> Iterator[str]:
             yield folder
 
 
+def _is_of_others(nodes: Iterable[Any]) -> bool:
+    """Whether another program wrote a hierarchy, with attributes that it read from one of ours, as xarray does: files
+    of its chunks are in folders, and those of ours are not."""
+    written = [n.metadata for n in nodes if hasattr(n, "metadata") and hasattr(n.metadata, "shape")]
+    return bool(written) and all(
+        getattr(getattr(m, "chunk_key_encoding", None), "separator", "/") == "/" for m in written
+    )
+
+
 def _open_zarr(root: str, verify: bool) -> Checkpoint:
     from ..format.zarr_dtypes import zarr
 
@@ -484,13 +493,6 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
     if versioned:
         icechunk.look_at_files(root)
     ours = GROUP_ATTRIBUTE in attributes and isinstance(node, zarr.Group)  # of an array it says the true dtype
-    if ours and not versioned:
-        raise IncompleteCheckpoint(
-            f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
-            "lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs "
-            "that its attributes name. Where another program wrote it and kept the attributes of ours, as xarray does, "
-            f"delete its attribute {GROUP_ATTRIBUTE!r}"
-        )
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, str] = {}
     try:
@@ -500,6 +502,16 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
             if not isinstance(refused(str(e)), CheckpointDTypeError) or not stores.at(root).lists:
                 raise
             found = dict.fromkeys(_nodes(stores.at(root)))  # one at a time
+        if ours and not versioned:
+            if not _is_of_others(found.values()):
+                raise IncompleteCheckpoint(
+                    f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the "
+                    "file was lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and "
+                    "safetensors the packs that its attributes name. Where another program wrote it and kept the "
+                    f"attributes of ours, delete its attribute {GROUP_ATTRIBUTE!r}"
+                )
+            ours = False
+            del attributes[GROUP_ATTRIBUTE]
         for name, a in sorted(found.items()):
             if not isinstance(a, zarr.Group):
                 try:
@@ -511,6 +523,8 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
+    except IncompleteCheckpoint:
+        raise
     except Exception as e:
         if not stores.at(root).lists:
             raise StoreError(

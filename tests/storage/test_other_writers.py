@@ -71,3 +71,16 @@ def test_what_xarray_appends_is_told(tmp_path: Path) -> None:
     data.assign_coords(time=np.arange(4, 8)).to_zarr(tmp_path / "ours", append_dim="time")
     with pytest.raises(mt.errors.CorruptCheckpoint, match=r"array 'tas' has the shape \(8, 3\) there"):
         mt.load(tmp_path / "ours")
+
+
+def test_what_xarray_makes_of_ours_is_its_own(tmp_path: Path) -> None:
+    """It writes the attributes of the group along, by which a save of ours that lost its manifest is known."""
+    xarray = pytest.importorskip("xarray")
+    xarray.Dataset({"tas": (("time", "lat"), np.ones((4, 3), np.float32))}).to_zarr(tmp_path / "theirs")
+    mt.convert(tmp_path / "theirs", tmp_path / "ours", format="zarr")
+    (xarray.open_zarr(tmp_path / "ours") + 1).to_zarr(tmp_path / "made", consolidated=True)
+    assert mt.load(tmp_path / "made")["tas"].tolist() == [[2.0] * 3] * 4
+    assert "meshtape" not in mt.open_checkpoint(tmp_path / "made").metadata
+    (tmp_path / "ours/meshtape.json").unlink()
+    with pytest.raises(mt.errors.IncompleteCheckpoint, match="did not finish"):
+        mt.load(tmp_path / "ours")
