@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.core import op as op_module
 from meshtape.arrays.kernels import launch
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
@@ -354,3 +355,59 @@ def test_errors_have_the_words_of_the_cpu() -> None:
                 call()
             texts.append((type(e.value), str(e.value)))
         assert texts[0] == texts[1]
+
+
+# ----- large elementwise calls, and copies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [512, 509])
+def test_large_calls_and_copies_have_the_bits_of_the_cpu(
+    width: int, dtype: np.dtype, emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of ours in the place of CuPy's, wherever operands lie."""
+    shape = (64, 40, width)
+    if emulated:
+        shape = (3, 5, width // 16)
+        monkeypatch.setattr(launch, "LARGE", 1)
+        monkeypatch.setattr(op_module, "_LARGE", 1)
+    hosts = {
+        "full": RNG.normal(size=shape).astype(dtype),
+        "turned": RNG.normal(size=(shape[2], *shape[:2])).astype(dtype),
+        "row": RNG.normal(size=shape[2:]).astype(dtype),
+        "column": RNG.normal(size=(*shape[:2], 1)).astype(dtype),
+        "cut": RNG.normal(size=(*shape[:2], shape[2] + 8)).astype(dtype),
+        "one": np.asarray(0.75, dtype),
+    }
+    hosts["full"].reshape(-1)[:3] = [np.nan, np.inf, -0.0]
+
+    def operand(name: str) -> mt.Array:
+        x = mt.asarray(hosts[name])
+        return {"turned": lambda: mt.permute_dims(x, (1, 2, 0)), "cut": lambda: x[..., 3:-5]}.get(name, lambda: x)()
+
+    def results() -> list[bytes]:
+        out = []
+        for a, b in (
+            ("full", "turned"),
+            ("turned", "turned"),
+            ("turned", "row"),
+            ("full", "column"),
+            ("cut", "one"),
+            ("column", "row"),
+            ("cut", "full"),
+        ):
+            x, y = operand(a), operand(b)
+            found = [x + y, x * y - 1.5, mt.maximum(x, y), x > y, mt.where(x > y, x, 0.5), x.astype(mt.float32)]
+            found += [x.astype(mt.bfloat16), mt.reshape(x, (-1,)), mt.abs(x), -x]
+            out += map(bits, found)
+        return out
+
+    def bits(found: mt.Array) -> bytes:
+        a = found.numpy().copy()
+        a[np.isnan(a)] = 7  # which NaN it is, is nobody's promise
+        return a.tobytes()
+
+    with mt.use_device("cpu"), np.errstate(all="ignore"):
+        want = results()
+    got = results()
+    assert [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if g != w] == []
