@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.op import ShapeDtype, op_named
+from ..core.op import Op, ShapeDtype, op_named
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
@@ -21,7 +21,7 @@ def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: A
     """One call of an elementwise op, as a kernel; None where it is small, or has no form in CUDA."""
     avals = {i: a for i, a in enumerate(args) if type(a) is ShapeDtype}
     shape = np.broadcast_shapes(*(a.shape for a in avals.values()))
-    if math.prod(shape) < launch.LARGE:
+    if math.prod(shape) < Op.large:
         return None
     (out,) = op.avals(args, dict(params))
     inputs = tuple([i if i in avals else Const(a) for i, a in enumerate(args)])
@@ -38,7 +38,7 @@ def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
     NotImplemented where it is small, or no kernel serves it."""
     array = launch.runner().xp.ndarray
     arrays = [b for b in bufs if isinstance(b, array)]
-    if all(b.size < launch.LARGE for b in arrays) and all(b.shape == arrays[0].shape for b in arrays):
+    if all(b.size < Op.large for b in arrays) and all(b.shape == arrays[0].shape for b in arrays):
         return NotImplemented
     args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
     numbers = [b for b in args if type(b) is not ShapeDtype]

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from ..core.op import Op
+
 SOURCES = Path(__file__).parent / "cuda"
 OPTIONS = ("-std=c++17",)
 """Options of NVRTC beside the architecture. Contraction into fused multiply-adds stays on: kernels with reproducible
@@ -200,9 +202,6 @@ def wide(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
 
 
-LARGE = 1 << 20
-"""Elements from which a call that CuPy has, too, is a kernel of ours: CuPy's take as long for an element of one byte as
-of eight (320 microseconds for 2**26 on an H200, where its memory allows 65 in bfloat16), but are started sooner."""
 large_copy: Callable[[Any], Any] | None = None
 """A copy of a large array in C order; ``chains.large`` sets it."""
 
@@ -211,7 +210,7 @@ def contiguous(array: Any) -> Any:
     """The array itself where its elements lie in C order without gaps, else a copy that does."""
     if array.flags.c_contiguous:  # the namespace's own function would give an array without dimensions one
         return array
-    if array.size >= LARGE and large_copy is not None and array.dtype.itemsize <= 8:
+    if array.size >= Op.large and large_copy is not None and array.dtype.itemsize <= 8:
         return large_copy(array)
     return runner().xp.ascontiguousarray(array)
 

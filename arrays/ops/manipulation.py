@@ -17,7 +17,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, defined
-from ..kernels.launch import LARGE, contiguous
+from ..kernels.launch import contiguous
 from .elementwise import ASTYPE, clip
 from .param_kinds import AXES, AXIS, ORDER, SIZES
 
@@ -25,7 +25,7 @@ from .param_kinds import AXES, AXIS, ORDER, SIZES
 
 
 def _reshape(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    if xp is np or x.flags.c_contiguous or x.size < LARGE:
+    if xp is np or x.flags.c_contiguous or x.size < Op.large:
         return x.reshape(shape)
     out = x.view()
     try:
