@@ -109,8 +109,9 @@ class Op:
 
     table: ClassVar[dict[str, Op]] = OPS
     large: ClassVar[int] = 1 << 20
-    """Elements from which a call that CuPy has, too, is a kernel of ours: CuPy's take as long for an element of one byte
-    as of eight (320 microseconds for 2**26 on an H200, where its memory allows 65 in bfloat16), but start sooner."""
+    """Elements from which a call that CuPy has, too, is a kernel of ours: CuPy's take as long for an element of one
+    byte as of eight (320 microseconds for 2**26 on an H200, where its memory allows 65 in bfloat16), but start
+    sooner."""
     of_large: ClassVar[Callable[..., Any]] = staticmethod(lambda *_: NotImplemented)
     """The result of a call of an elementwise op by a kernel for large arrays of CuPy, from the op, its buffers and its
     parameters, or NotImplemented; ``elementwise`` sets it."""
