@@ -55,12 +55,10 @@ def _copy_of(shape: tuple[int, ...], word: int) -> Callable[..., list[Any]]:
     return executable(FusedRun((entry,), (0,), (1,), shape), Program((0,), (entry,), (1,), {0: aval, 1: aval}))
 
 
-def large_copy(x: Any) -> Any:
-    """A copy in C order, of words."""
-    words = x.view(np.dtype(f"i{x.dtype.itemsize}"))
-    out = launch.runner().xp.empty(x.shape, words.dtype)
-    _copy_of(x.shape, x.dtype.itemsize)(words, into=[out])
-    return out.view(x.dtype)
+def large_copy(source: Any, target: Any) -> None:
+    """``target[...] = source``, of one shape and dtype, whose memory they do not share: of words."""
+    word = np.dtype(f"i{source.dtype.itemsize}")
+    _copy_of(source.shape, word.itemsize)(source.view(word), into=[target.view(word)])
 
 
 launch.large_copy = large_copy

@@ -641,3 +641,60 @@ def test_a_large_copy_is_in_c_order(kind: str, dtype: str, place: Any, monkeypat
     got = launch.contiguous(x)
     assert got.flags.c_contiguous
     assert got.tobytes() == x.tobytes()
+
+
+GAPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "columns": lambda a: a[:, :, 4:20],
+    "columns at an odd place": lambda a: a[:, :, 3:19],
+    "rows": lambda a: a[1:4, ::2, 2:18],
+    "each second": lambda a: a[:3, :4, ::2],
+    "backwards": lambda a: a[::-1, ::-1, 18:2:-1],
+    "turned": lambda a: a[:, :, :6].transpose(2, 0, 1),
+    "a row": lambda a: a[2, 3],
+}
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_large_copy_into_a_part_of_an_array(
+    kind: str, dtype: str, place: Any, emulator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies between its elements stays."""
+    monkeypatch.setattr(Op, "large", 1)
+    d = mt.arrays.core.dtypes.parse(dtype)
+    for turned in (False, True):
+        out = place((RNG.standard_normal((5, 8, 32)) > 0).astype(d))
+        want = out.copy()
+        part = GAPS[kind](out)
+        source = (RNG.standard_normal(part.shape[::-1] if turned else part.shape) > 0).astype(d)
+        source = source.transpose() if turned else source
+        GAPS[kind](want)[...] = source
+        launch.write(part, ..., source)
+        assert out.tobytes() == want.tobytes()
+        row = source[:1] if source.ndim > 1 else source
+        GAPS[kind](want)[...] = row
+        launch.write(part, ..., row)  # spread over it
+        assert out.tobytes() == want.tobytes()
+    assert len(emulator.launched) == 4
+
+
+def test_joined_and_written_arrays_are_copied_by_vectors(
+    place: Any, emulator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Op, "large", 1)
+    x, y = place(values("bfloat16", (6, 16))), place(values("bfloat16", (6, 24)))
+    concat = mt.OPS["concat"].impl
+    namespace = launch.runner().xp
+    assert concat(_Other(namespace), x, y, axis=1).tobytes() == np.concatenate([x, y], axis=1).tobytes()
+    assert concat(_Other(namespace), x, y[:, :16], axis=0).tobytes() == np.concatenate([x, y[:, :16]]).tobytes()
+    assert len(emulator.launched) == 4
+
+
+class _Other:
+    """A namespace that is not NumPy itself."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)

@@ -12,7 +12,7 @@ TABLES = {
     others: 3 0 0;
     adjugate: 64 0 1; argsort: 4 0 0; attention: 16 0 0; attention_backward: 40 0 0; attention_bias_backward: 25 0 0;
     batch_norm_backward: 7 0 0; batch_norm_inference: 4 0 0; cholesky: 7 0 1; concat: 5 0 0;
-    cross_entropy_backward: 4 0 0; cumulative_prod: 4 0 0; cumulative_sum: 4 0 0; det: 21 0 0; eig: 11 0 1;
+    cross_entropy_backward: 4 0 0; det: 21 0 0; eig: 11 0 1;
     eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 6 0 0; experts_backward: 9 0 0; fft: 4 0 0;
     float8_matmul: 17 0 0; group_norm_backward: 4 0 0; index_add: 10 0 0; index_max: 43 0 0; index_min: 43 0 0;
     index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0; lazy_adam: 19 0 0;
