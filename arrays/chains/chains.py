@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..core.array import Array
@@ -390,6 +391,10 @@ def _kernel_of(fn: Callable[..., Any], args: Sequence[Any], least: int) -> Calla
     return call
 
 
+NUMBERS = frozenset({bool, int, float, ml_dtypes.bfloat16})
+"""Types of real numbers among the operands of a kernel: those that meet bfloat16 are of it."""
+
+
 def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     """A function of Arrays that makes elementwise calls (``least``, or more), as a function of buffers on a GPU that is
     one launch.
@@ -398,7 +403,7 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     together, and of what is neither a buffer nor a real number.
     """
 
-    @functools.lru_cache(maxsize=256)
+    @functools.lru_cache(maxsize=256, typed=True)
     def ready(numbers: str, *args: Any) -> Callable[..., Any] | None:
         return _kernel_of(fn, args, least)
 
@@ -406,7 +411,7 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
         array = launch.runner().xp.ndarray
         args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
         numbers = [b for b in args if type(b) is not ShapeDtype]
-        if not all(type(b) in (bool, int, float) for b in numbers):
+        if not all(type(b) in NUMBERS for b in numbers):
             return NotImplemented
         run = ready(repr(numbers) if numbers else "", *args)  # 0.0, -0.0 and 0 are equal
         return NotImplemented if run is None else run(bufs)

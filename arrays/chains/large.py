@@ -13,18 +13,20 @@ from ..core.op import Op, ShapeDtype, op_named
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
-from .chains import executable
+from .chains import NUMBERS, executable
 
 
-@functools.lru_cache(maxsize=2048)
+@functools.lru_cache(maxsize=2048, typed=True)
 def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: Any) -> Callable[..., Any] | None:
     """One call of an elementwise op, as a kernel; None where it is small, or has no form in CUDA."""
     avals = {i: a for i, a in enumerate(args) if type(a) is ShapeDtype}
     shape = np.broadcast_shapes(*(a.shape for a in avals.values()))
     if math.prod(shape) < Op.large:
         return None
-    (out,) = op.avals(args, dict(params))
-    inputs = tuple([i if i in avals else Const(a) for i, a in enumerate(args)])
+    (out,) = op.avals([ShapeDtype((), a.dtype) if isinstance(a, np.generic) else a for a in args], dict(params))
+    inputs = tuple(
+        [i if i in avals else Const(a.item() if isinstance(a, np.generic) else a) for i, a in enumerate(args)]
+    )
     entry = Entry(op, inputs, (len(args),), dict(params))
     program = Program(tuple(avals), (entry,), (len(args),), avals | {len(args): out})
     if (out.dtype == args[0].dtype and op.name == "astype") or not code.expressible(entry, program):
@@ -42,7 +44,7 @@ def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         return NotImplemented
     args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
     numbers = [b for b in args if type(b) is not ShapeDtype]
-    if not all(type(b) in (bool, int, float) for b in numbers):
+    if not all(type(b) in NUMBERS for b in numbers):
         return NotImplemented
     kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
     return NotImplemented if kernel is None else kernel(*arrays)[0]
