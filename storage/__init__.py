@@ -21,7 +21,7 @@ from . import virtual as virtual
 from .blending.blend import BlendReport, blend, blended
 from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
-from .checkpoint.usage import StepUsage, Usage, usage
+from .checkpoint.usage import RepositoryUsage, StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
@@ -58,6 +58,7 @@ __all__ = [
     "LoadedProgram",
     "LoraReport",
     "MergeReport",
+    "RepositoryUsage",
     "Rule",
     "Rules",
     "SaveHandle",

@@ -1,4 +1,5 @@
-"""`usage`: bytes of the numbered checkpoints of a directory, in which files that they share count once."""
+"""`usage`: bytes of the numbered checkpoints of a directory, in which files that they share count once; and of an
+icechunk repository."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ...arrays.core.errors import NotACheckpoint
 from ..format import manifest
-from ..stores import atomic_directory, store
+from ..stores import atomic_directory, icechunk_store, store
 from ..stores.contract import unlisted
 from . import numbered
 
@@ -40,6 +41,20 @@ class Usage:
     steps: list[StepUsage]
 
 
+@dataclass(frozen=True, slots=True)
+class RepositoryUsage:
+    """Bytes of an icechunk repository: of all its files; of the chunks to which its branches and tags lead, in files of
+    their own and inlined in manifests; of files elsewhere that are its virtual chunks; and of what `gc` would free,
+    were all of it old enough. Snapshots share chunks, so none has bytes of its own."""
+
+    path: str
+    nbytes: int
+    chunks: int
+    inlined: int
+    virtual: int
+    unreachable: int
+
+
 _File = tuple[int, int]
 
 
@@ -67,8 +82,10 @@ def _files(root: str) -> tuple[int, int]:
     return sum(n for n, _ in held.values()), sum(n for key, (n, links) in held.items() if links <= names[key])
 
 
-def usage(directory: str | os.PathLike[str]) -> Usage:
+def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
     """Bytes of a directory of numbered checkpoints, or of one checkpoint. Only manifests and lists of files are read.
+
+    Of a whole icechunk repository, whatever branch or snapshot the location names, it is a `RepositoryUsage`.
 
     Raises
     ------
@@ -87,6 +104,11 @@ def usage(directory: str | os.PathLike[str]) -> Usage:
     ([40024, 40024], True)
     """
     where = store.location(directory)
+    if repository := store.repository_at(where):
+        place = icechunk_store.divide(repository)[0]
+        chunks, garbage = icechunk_store.chunk_bytes(place), icechunk_store.collect(place, 0, dry_run=True)
+        held = chunks.native_bytes, chunks.inlined_bytes, chunks.virtual_bytes, garbage.bytes_deleted
+        return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
     paths = [c.path for c in numbered.complete(where)] or [where]
     steps = []
     for path in paths:

@@ -199,6 +199,8 @@ def _open(given: str, verify: bool) -> Checkpoint:
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
+    if (repository := stores.repository_at(root)) is not None:
+        return _open_zarr(icechunk_store.pinned(repository), verify)
     raise _refusal(store)
 
 
@@ -250,8 +252,7 @@ def _refusal(store: Store) -> CheckpointError:
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
         )
     held = store.files()
-    shards = _shards(store)
-    if shards:
+    if shards := _shards(store):
         return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore "
             f"it, or open one file: {', '.join(shards[:8])}"
