@@ -36,8 +36,9 @@ def _plain(x: Any) -> dict[str, Any]:
 def show(path: str, as_json: bool) -> bool:
     """List the steps of a run and its leftovers; False where the place has neither."""
     from ..storage import leftovers
-    from ..storage.browse.model.runs import history, is_run
+    from ..storage.browse.model.runs import history
     from ..storage.browse.model.text import visible
+    from ..storage.loading.runs import is_run
     from ..storage.stores import store
     from .tables import Column, write
 
@@ -54,7 +55,8 @@ def show(path: str, as_json: bool) -> bool:
     rows: list[dict[str, Any]] = [
         {
             **{k: getattr(s, k) for k in ("name", "step", "arrays", "nbytes")},
-            "branch": str(s.branch),
+            "kind": s.kind,
+            "branch": str(s.branch) if s.kind == "meshtape" else "",
             "current": s.name in line,
             "metrics": dict(s.metrics),
             "note": s.note,
@@ -87,7 +89,7 @@ def show(path: str, as_json: bool) -> bool:
             ]
             for r in rows
         ],
-        title=visible(f"{path} (run, {run.branch})", 10**4),
+        title=visible(f"{path} (run, {run.origin})", 10**4),
     )
     if left:
         _table(left, "what writers have not finished (meshtape gc removes what is dead)")

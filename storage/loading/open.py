@@ -236,15 +236,10 @@ def _refusal(store: Store) -> CheckpointError:
     if not store.lists:
         return NotACheckpoint(f"{root} holds neither {manifest.FILE} nor {HF_INDEX} nor {HF_SINGLE} nor zarr.json")
     folders = store.folders()
-    steps = [f for f in folders if store.size(f"{f}/{manifest.FILE}") is not None]
-    if steps:
+    marks = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, orbax.STEP)
+    if steps := [f for f in folders if any(store.size(f"{f}/{m}") is not None for m in marks)]:
         return NotACheckpoint(
             f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
-        )
-    if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
-        return NotACheckpoint(
-            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as "
-            f"{stores.join(root, orbax_steps[-1])}"
         )
     begun = protocol_of(root).is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:

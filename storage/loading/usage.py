@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...arrays.core.errors import NotACheckpoint
+from ..checkpoint import numbered
+from ..checkpoint.checkpoint import Checkpoint
 from ..format import manifest
 from ..stores import atomic_directory, icechunk_store, store
 from ..stores.contract import unlisted
-from . import numbered
+from . import runs
+from .open import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +74,30 @@ def _walk(root: str) -> Iterator[tuple[_File, int, int]]:
 def _files(root: str) -> tuple[int, int]:
     """(bytes of a checkpoint's files, bytes that have no name elsewhere)."""
     if store.is_url(root):
-        total = sum(e.nbytes for e in store.at(root).entries())
+        at, name = store.holding(root)
+        total = sum(e.nbytes for e in store.at(root).entries()) or at.size(name) or 0
         return total, total
+    if os.path.isfile(root):
+        held = os.lstat(root)
+        return held.st_size, held.st_size * (held.st_nlink == 1)
     names: Counter[_File] = Counter()
-    held: dict[_File, tuple[int, int]] = {}
+    files: dict[_File, tuple[int, int]] = {}
     for key, nbytes, links in _walk(root):
         names[key] += 1
-        held[key] = nbytes, links
-    return sum(n for n, _ in held.values()), sum(n for key, (n, links) in held.items() if links <= names[key])
+        files[key] = nbytes, links
+    return sum(n for n, _ in files.values()), sum(n for key, (n, links) in files.items() if links <= names[key])
 
 
 def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
-    """Bytes of a directory of numbered checkpoints, or of one checkpoint. Only manifests and lists of files are read.
+    """Bytes of a directory of numbered checkpoints, or of one checkpoint, whoever wrote them. Only tables of contents
+    and lists of files are read.
 
     Of a whole icechunk repository, whatever branch or snapshot the location names, it is a `RepositoryUsage`.
 
     Raises
     ------
     NotACheckpoint
-        The place has no complete checkpoint.
+        The place is no checkpoint, and has no complete one.
 
     Examples
     --------
@@ -109,21 +116,22 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
         chunks, garbage = icechunk_store.chunk_bytes(place), icechunk_store.collect(place, 0, dry_run=True)
         held = chunks.native_bytes, chunks.inlined_bytes, chunks.virtual_bytes, garbage.bytes_deleted
         return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
-    paths = [c.path for c in numbered.complete(where)] or [where]
-    steps = []
-    for path in paths:
+    others = runs.of_others(where, runs.folders_of(where)) if store.is_url(where) or os.path.isdir(where) else {}
+    whole = {n: c for n, c in others.items() if isinstance(c, Checkpoint)}
+    steps = [_of_another(store.join(where, n), c, numbered.series(n)[1]) for n, c in whole.items()]
+    for path in [] if steps else [c.path for c in numbered.complete(where)] or [where]:
         root = atomic_directory.resolve(path)
-        held = manifest.read(root)
-        if held is not None:
-            steps.append(
-                StepUsage(
-                    path, held.step, sum(a.nbytes for a in held.arrays), *_files(root), held.base and held.base.name
-                )
-            )
+        if (held := manifest.read(root)) is None:
+            steps.append(_of_another(path, ckpt := open_checkpoint(root), ckpt.step))
+            continue
+        nbytes, base = sum(a.nbytes for a in held.arrays), held.base and held.base.name
+        steps.append(StepUsage(path, held.step, nbytes, *_files(root), base))
     first: dict[str | None, int] = {}
     for s in steps:
         first.setdefault(s.base, s.freed)
     steps = [replace(s, freed=first.get(store.split(s.path)[1], s.freed)) for s in steps]
-    if not steps:
-        raise NotACheckpoint(f"{where} holds no complete checkpoint of meshtape")
     return Usage(where, _files(where)[0], steps)
+
+
+def _of_another(path: str, ckpt: Checkpoint, step: int | None) -> StepUsage:
+    return StepUsage(path, step, ckpt.nbytes, *_files(atomic_directory.resolve(path)))
