@@ -54,14 +54,11 @@ def _array_template(
 
 
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
-    from zarr.codecs import Crc32cCodec
-    from zarr.storage import MemoryStore
-
     from .zarr_dtypes import zarr
 
     held: dict[str, Any] = {}
     zarr.create_array(
-        store=MemoryStore(held),
+        store=zarr.storage.MemoryStore(held),
         shape=grid.shape,
         dtype=dtype,
         chunks=grid.chunk,
@@ -69,7 +66,7 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual
         filters=None,
         compressors=[
             *([] if compression is None else [compression.codec(dtype.itemsize)]),
-            *([] if dual else [Crc32cCodec()]),
+            *([] if dual else [zarr.codecs.Crc32cCodec()]),
         ],
         fill_value=0,
         # One directory an array, whatever its rank: fewer names to make durable.
@@ -155,13 +152,13 @@ def group_metadata(
     ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here. ``others``:
     attributes of the group by another writer.
     """
-    import zarr
-    from zarr.storage import MemoryStore
+    from .zarr_dtypes import zarr
 
     held: dict[str, Any] = {}
     own = {"version": version, **({"packs": list(packs)} if packs else {})}
     zarr.create_group(
-        store=MemoryStore(held), attributes={**group_said({"attributes": others or {}}), GROUP_ATTRIBUTE: own}
+        store=zarr.storage.MemoryStore(held),
+        attributes={**group_said({"attributes": others or {}}), GROUP_ATTRIBUTE: own},
     )
     node = json.loads(held["zarr.json"].to_bytes())
     node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}

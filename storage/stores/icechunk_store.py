@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote, unquote
 
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StoreError
+from ..base.imports import uninterrupted
 from ..base.locations import is_url, join
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill
@@ -78,12 +79,13 @@ def package() -> Any:
     # take turns (see ``icechunk_commit``). Nobody can have chosen what it prints before it is imported; afterwards that
     # is its user's own matter.
     ours = "icechunk" not in sys.modules and "ICECHUNK_LOG" not in os.environ
-    try:
-        import icechunk
-    except ImportError:
-        raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
-    if ours:
-        icechunk.set_logs_filter("warn,icechunk::storage::object_store=error,icechunk_arrow_object_store=error")
+    with uninterrupted():
+        try:
+            import icechunk
+        except ImportError:
+            raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
+        if ours:
+            icechunk.set_logs_filter("warn,icechunk::storage::object_store=error,icechunk_arrow_object_store=error")
     return icechunk
 
 
