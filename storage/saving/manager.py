@@ -194,8 +194,8 @@ class CheckpointManager:
             A handle when ``asynchronous``; None when the save was skipped. The error of a background save is raised by
             the next call, or by `wait`.
         """
-        step = whole_number("a step", step)
-        target = self.path(step)
+        step = step_number(step)
+        target = store.join(self.directory, numbered.name(step))
         if self._running is not None:
             if self.when_busy == "skip" and not self._running.done():
                 self.skipped += 1
