@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ...arrays.core.formatting import some
-from ..base.names import fits
+from ..base.names import fits, is_wanted
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
@@ -331,7 +331,7 @@ class Planner:
 
     def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float, key: Any) -> None:
         self.names.append(name)
-        if (self._keys is not None and not fits(name, self._keys)) or fits(name, self._drop):
+        if not is_wanted(name, self._keys, self._drop):
             return
         names = [self._named(x, name, n) for x, n in zip(s.sources, found, strict=True)]
         if None in names:
