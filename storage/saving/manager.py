@@ -128,8 +128,9 @@ class CheckpointManager:
             raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
         if not isinstance(best, str | None):
             raise CheckpointError(f"best is the name of a metric, got {best!r:.80}")
-        if not isinstance(share, bool):
-            raise CheckpointError(f"share is true or false, got {share!r:.80}")
+        for name, value in {"share": share, "asynchronous": asynchronous}.items():
+            if not isinstance(value, bool):
+                raise CheckpointError(f"{name} is true or false, got {value!r:.80}")
         if best_is not in ("lowest", "highest"):
             raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
         if when_busy not in ("wait", "skip"):

@@ -34,6 +34,7 @@ from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.arguments import mapping, step_number
 from ..base.leaves import taken
+from ..checkpoint.checkpoint import Checkpoint
 from ..commit import contents
 from ..commit.anchor_lock import PATIENCE, locked
 from ..commit.protocol import protocol_of
@@ -75,6 +76,8 @@ class SaveReport:
 def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
     """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
     items: list[SaveItem] = []
+    if isinstance(tree, Checkpoint):
+        raise CheckpointError(f"{tree.path} is an open checkpoint: convert and merge write it, load makes a tree of it")
 
     def walk(node: Any, path: Path) -> Any:
         if len(path) > manifest.MAX_DEPTH:

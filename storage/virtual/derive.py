@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, NotACheckpoint
 from ..base import strict_json
 from ..base.names import patterns_of
 from ..checkpoint import branches
@@ -322,7 +322,10 @@ def repin(document: str | os.PathLike[str]) -> Checkpoint:
     are the same is the caller's word. `write` it with ``overwrite=True`` to pin them.
     """
     where = store.location(document)
-    node = loads(read_document(where), where)
+    try:
+        node = loads(read_document(where), where)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise NotACheckpoint(f"{where} is no file of a document") from None
     held = Sources()
     known = {p: held.add(p.path) for p in dict.fromkeys(ex.parents_of(node))}
 

@@ -162,5 +162,5 @@ def test_an_empty_location_is_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_empty_token_is_refused(tmp_path: Path, host: str) -> None:
     mt.save(tmp_path / "c", {"a": np.ones(2)})
-    with pytest.raises(CheckpointError, match="token is empty"):
+    with pytest.raises(CheckpointError, match="a token is a text of a character or more"):
         mt.storage.serve(tmp_path / "c", host=host, token="")
