@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 
 from ...arrays.core.errors import CheckpointError
 from ..checkpoint import numbered
@@ -35,25 +34,25 @@ def folders_of(directory: str) -> list[str]:
 def is_run(directory: str) -> bool:
     """Whether a directory has the checkpoints of a `CheckpointManager`, or numbered ones of another writer."""
     try:
-        folders = folders_of(directory)
-        return bool(numbered.listed(folders) or of_others(directory, folders, _LOOKS))
+        return bool(numbered.listed(folders_of(directory)) or of_others(directory, _LOOKS))
     except (OSError, CheckpointError):
         return False
 
 
-def of_others(
-    directory: str, folders: Sequence[str], most: int | None = None
-) -> dict[str, Checkpoint | CheckpointError]:
-    """The numbered checkpoints that another writer has left in these folders, by name: open, or the error of opening
-    one. Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest alone."""
-    there = stores.at(directory)
-    if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(list(folders))):
+def of_others(directory: str, most: int = 0) -> dict[str, Checkpoint | CheckpointError]:
+    """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
+    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest alone."""
+    if not (stores.is_url(directory) or os.path.isdir(directory)):
+        return {}
+    there, folders = stores.at(directory), folders_of(directory)
+    if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
         return {}
     found: dict[str, Checkpoint | CheckpointError] = {}
-    names = sorted(filter(numbered.series, folders), key=numbered.series)
-    for name in names if most is None else names[-most:]:
+    for name in sorted(filter(numbered.series, folders), key=numbered.series)[-most:]:
         try:
-            found[name] = open_checkpoint(stores.join(directory, name))
+            found[name] = ckpt = open_checkpoint(stores.join(directory, name))
+            if ckpt.manifest is not None:  # that of one which was just replaced
+                return {}
         except CheckpointError as e:
             found[name] = e
     return found if any(isinstance(c, Checkpoint) for c in found.values()) else {}
@@ -65,9 +64,7 @@ def steps_of(directory: str, *, warn: bool = False) -> list[Numbered]:
     Raises `CheckpointError` where another writer has left several runs, or a step twice: nobody can tell which is
     meant.
     """
-    there = os.path.isdir(directory) or stores.is_url(directory)
-    others = of_others(directory, folders_of(directory)) if there else {}
-    if not others:
+    if not (others := of_others(directory)):
         return numbered.complete(directory, warn)
     found = {n: numbered.series(n) for n, c in others.items() if isinstance(c, Checkpoint)}
     twice = [step for step, n in Counter(step for _, step in found.values()).items() if n > 1]

@@ -15,6 +15,7 @@ from meshtape.cli.main import main
 from meshtape.storage import virtual
 from meshtape.storage.browse.model.runs import history
 from meshtape.storage.loading.runs import is_run
+from meshtape.storage.stores import store as stores
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -147,3 +148,18 @@ def test_one_checkpoint_of_another_writer_has_its_bytes(tmp_path: Path) -> None:
         mt.load(tmp_path)
     with pytest.raises(errors.NotACheckpoint):
         mt.storage.usage(tmp_path / "runs")
+
+
+def test_a_run_in_a_bucket(tmp_path: Path, s3) -> None:
+    trainer(tmp_path / "run")
+    url = f"{s3.url}/run"
+    for p in (tmp_path / "run").rglob("*"):
+        if p.is_file():
+            stores.at(url).put(p.relative_to(tmp_path / "run").as_posix(), p.read_bytes())
+    there, here = (mt.storage.usage(x) for x in (url, tmp_path / "run"))
+    assert [(s.step, s.arrays, s.files) for s in there.steps] == [(s.step, s.arrays, s.files) for s in here.steps]
+    assert there.nbytes == here.nbytes
+    assert [s.name for s in history(url).complete] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
+    assert virtual.mean(url)["w"][...].tolist() == [8.0] * 3
+    file = f"{url}/checkpoint-4/model.safetensors"
+    assert mt.storage.usage(file).nbytes == (tmp_path / "run" / "checkpoint-4" / "model.safetensors").stat().st_size

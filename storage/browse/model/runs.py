@@ -112,10 +112,10 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     >>> run.metrics, run.best.step, run.latest.step, run.curve("loss")[0]
     (['loss'], 2, 3, (1, 0.5))
     """
-    folders = runs.folders_of(directory)
-    if others := runs.of_others(directory, folders):
+    if others := runs.of_others(directory):
         steps = [_of_another(name, held) for name, held in others.items()]
         return RunSteps(sorted(steps, key=lambda s: (s.step, s.name)), [], [], "", best_is)
+    folders = runs.folders_of(directory)
     steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
     held = {s.name: s.identity for s in steps}
     if any(s.base and held.get(s.base.name) != s.base.identity for s in steps):  # or it has a name of another form
