@@ -25,6 +25,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
+from ..base.threads import starting
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
 from .chunk_grid import TARGET, ChunkGrid, divisors, place_of
@@ -53,6 +54,7 @@ def _array_template(
     return before, behind
 
 
+@starting()  # zarr has a thread of its own
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
     from .zarr_dtypes import zarr
 
@@ -144,6 +146,7 @@ def is_raw(dtype_fallback: str | None) -> bool:
     return dtype_fallback is not None
 
 
+@starting()
 def group_metadata(
     version: int, arrays: dict[str, bytes], packs: Sequence[str] = (), others: Mapping[str, Any] | None = None
 ) -> bytes:
@@ -301,7 +304,7 @@ class ShardBytes:
             yield from map(compress, chunk_coords(self.grid, self.coord), self._chunks(1))
             return
         coming: deque[Future[bytes]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
+        with starting(), ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
             # While a chunk is made ready, those that the threads have are not written to: one slot more.
             for index, data in zip(chunk_coords(self.grid, self.coord), self._chunks(threads + 1), strict=True):
                 coming.append(pool.submit(compress, index, data))
