@@ -1,12 +1,17 @@
-"""A process that may start no thread more, as in a container whose limit is reached: the work ends, with a typed error
-where it needs one."""
+"""Threads that cannot start, as in a container whose limit is reached, and threads whose caller is interrupted: the work
+ends."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 import pytest
+
+from meshtape.storage.base.threads import in_threads
 
 _PROGRAM = """
 import os, resource, sys
@@ -52,3 +57,27 @@ def test_work_of_a_process_without_a_thread_more():
     assert list(said) == ["save", "save_async", "load", "mean", "verify", "merge", "zstd"], done.stderr
     assert [said[n] for n in ("load", "mean", "verify")] == ["ended"] * 3
     assert said["save_async"] == said["merge"] == "typed"
+
+
+def test_ctrl_c_begins_no_more_calls():
+    begun, released = [], threading.Event()
+
+    def work(i):
+        begun.append(i)
+        if i == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        if i < 2:
+            released.wait()
+        time.sleep(0.001)
+
+    def interrupt(*said):
+        released.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(work, range(10_000), 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(begun) < 10_000
