@@ -99,13 +99,13 @@ def in_threads(
         # In the context of the caller, as if they did the work themselves.
         futures: list[Future[None]] = []  # also those before one that cannot begin
         try:
-            futures.extend(pool.submit(copy_context().run, take) for _ in range(count))
-        except RuntimeError:  # the system has no more threads for us: this one does the work
-            take()
-        try:
+            try:
+                futures.extend(pool.submit(copy_context().run, take) for _ in range(count))
+            except RuntimeError:  # the system has no more threads for us: this one does the work
+                take()
             for future in futures:
                 future.result()
-        except BaseException:  # Ctrl-C: the others are begun no more
+        except BaseException:  # Ctrl-C: none that waits is begun
             failed.append(len(items))
             raise
     if failed:
