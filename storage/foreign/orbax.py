@@ -21,6 +21,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
+from ..base.imports import uninterrupted
 from ..base.malformed import malformed
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
@@ -84,7 +85,8 @@ def _database(root: str, node: str) -> dict[str, str]:
 
 
 def _opened(root: str, node: str, driver: str) -> Any:
-    import tensorstore
+    with uninterrupted():
+        import tensorstore
 
     return tensorstore.open({"driver": driver, "kvstore": _database(root, node)}, open=True, read=True).result()
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..base.threads import give_way
+from ..base.threads import give_way, starting
 
 _lock = threading.Lock()
 _by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen
@@ -94,8 +94,9 @@ def start(target: str, work: Callable[[], Any]) -> SaveHandle:
         finish_earlier(target)
         with _lock:
             if target not in _by_target:
+                with starting():
+                    handle._thread.start()
                 _by_target[target] = handle
-                handle._thread.start()
                 return handle
 
 

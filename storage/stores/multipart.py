@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from ..base.threads import starting
+
 PART = 8 << 20  # bytes of one part
 UPLOADS = 4  # parts of one object on their way
 
@@ -50,7 +52,7 @@ def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], att
                 return True
         return False
 
-    with ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
+    with starting(), ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
         upload = pool.submit(
             importlib.import_module("obstore").put,
             held,

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, StoreError
 from ..base.checksums import crc32c
+from ..base.imports import uninterrupted
 from ..base.locations import READ_ONLY, join
 from . import multipart, url_options
 from .contract import Pieces, Reader, Store, StoredObjectInfo, fill, recorded
@@ -53,7 +54,8 @@ _lock = threading.Lock()
 
 def _obstore() -> Any:
     try:
-        return importlib.import_module("obstore")
+        with uninterrupted():
+            return importlib.import_module("obstore")
     except ImportError:
         raise StoreError("object stores need obstore: install meshtape[s3], or obstore itself") from None
 

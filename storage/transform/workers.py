@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from typing import Any, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, ClusterError
+from ..base.threads import starting
 
 T = TypeVar("T")
 _SHORT = 2e-3  # seconds
@@ -50,7 +51,7 @@ class Workers:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
+            with starting(), ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
                 # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a
                 # time, which would spend their time handing the interpreter to one another.
                 yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
