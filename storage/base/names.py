@@ -10,12 +10,13 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -102,6 +103,15 @@ def fits(name: str, patterns: str | Iterable[str]) -> bool:
     """Whether a name is one of these, or matches one as a pattern with ``*``."""
     each = [patterns] if isinstance(patterns, str) else patterns
     return any(name == p or fnmatchcase(name, p) for p in each)
+
+
+def exactly(patterns: Iterable[str], known: Container[str]) -> list[str]:
+    """Names or patterns, of which those that are ``known`` names match themselves alone.
+
+    >>> exactly(["w[0]", "w*"], {"w[0]", "w0"})
+    ['w[[]0]', 'w*']
+    """
+    return [glob.escape(p) if p in known else p for p in patterns]
 
 
 def is_wanted(name: str, keys: str | Iterable[str] | None, drop: str | Iterable[str] | None) -> bool:

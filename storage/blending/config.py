@@ -85,10 +85,14 @@ class ModelRef:
         text = str(said) if isinstance(said, (str, os.PathLike)) else ""
         if not text:
             raise CheckpointError(f"no model: {said!r}; write its path, or path+adapter")
-        whole = "+" not in text or (not stores.is_url(text) and os.path.exists(text))
-        if whole:
+        path, plus, lora = text.partition("+")
+        if not plus or (not stores.is_url(text) and os.path.exists(text)):
+            if plus and os.path.exists(path) and os.path.exists(lora):
+                raise CheckpointError(
+                    f"model {text!r} is a folder, and {path!r} with the adapter {lora!r}, too: write {{model: {text}}} "
+                    f"or {{model: {path}, lora: {lora}}}"
+                )
             return cls(text)
-        path, _, lora = text.partition("+")
         return cls(path, lora)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ...arrays.core.formatting import some
-from ..base.names import fits, is_wanted
+from ..base.names import exactly, fits, is_wanted
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
@@ -152,8 +152,9 @@ class Planner:
         integers: str,
     ) -> None:
         self.config, self.seed, self.integers = config, seed, integers
-        self._keys, self._drop = keys, drop
         self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
+        known = {n for p in self.parents.values() for n in p.tensors}
+        self._keys, self._drop = None if keys is None else exactly(keys, known), exactly(drop, known)
         self.names: list[str] = []  # of all arrays, wanted or not
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}
@@ -177,7 +178,7 @@ class Planner:
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
                 self._faults.add("nothing matches", pattern, CheckpointKeyError)
-        known = {*self.names, *(n for p in self.parents.values() for n in p.tensors)}
+        known.update(self.names)
         held = [config.parameters, *((s.parameters, [x.parameters for x in s.sources]) for s in config.slices)]
         for wanted in dict.fromkeys(filters(held)):
             if not any(wanted in n for n in known):

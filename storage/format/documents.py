@@ -60,8 +60,8 @@ def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
                 raise CheckpointError(f"document {name!r} is no JSON: {e}; give a text, or plain values") from None
         if len(data) > MAX_NBYTES:
             raise CheckpointError(f"document {file!r} has {len(data)} bytes, at most {MAX_NBYTES} are allowed")
-        if file in out:
-            raise CheckpointKeyError(f"two documents are named {file!r}")
+        if file.casefold() in map(str.casefold, out):  # some disks tell no cases apart
+            raise CheckpointKeyError(f"two documents are named {file!r}, upper and lower case aside")
         if file in _OURS or names.zarr_names([file]) != [file]:
             raise CheckpointKeyError(f"a document cannot be named {file!r}; choose a plain file name")
         if file.endswith(".json") and not _is_json(data):

@@ -35,10 +35,10 @@ def read_index(
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     with malformed(f"{path}: not an index"):
-        top = strict_json.loads(data)
-        weight_map = top["weight_map"]
+        top = strict_json.loads(data, unique=True)
+        weight_map = top.get("weight_map") if isinstance(top, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise ValueError("weight_map is not a map from names to files")
+            raise ValueError("it has no weight_map from names to files")
         "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
         metadata = top.get("metadata") or {}
         metadata = metadata if isinstance(metadata, dict) else {}

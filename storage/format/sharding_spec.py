@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
-from ..base.names import fits
+from ..base.names import exactly, fits
 
 T = TypeVar("T", bound=Any)
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
@@ -110,9 +110,11 @@ Chooser = Callable[[tuple[str | int, ...], tuple[int, ...], np.dtype], Any]
 
 
 class ShardingChoice:
-    """The sharding of each array, from the arguments of `reshard`; collects the meshes that occur."""
+    """The sharding of each array of these names, from the arguments of `reshard`; collects the meshes that occur."""
 
-    def __init__(self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None) -> None:
+    def __init__(
+        self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None, names: Container[str]
+    ) -> None:
         if not isinstance(mesh, Mapping | None):
             raise CheckpointError(f"mesh= maps axes to lengths, such as {{'model': 4}}, got {mesh!r:.80}")
         if not (isinstance(shardings, Mapping | None) or callable(shardings)):
@@ -126,6 +128,8 @@ class ShardingChoice:
         if isinstance(shardings, Mapping) and mesh is None and shardings:
             raise CheckpointError("shardings as plain data need mesh=, such as mesh={'model': 4}")
         self.given = shardings
+        patterns = list(shardings) if isinstance(shardings, Mapping) else []
+        self._as = dict(zip(patterns, exactly(patterns, names), strict=True))
         self.used: set[str] = set()
         self.meshes: list[dict[str, int]] = []
 
@@ -140,7 +144,7 @@ class ShardingChoice:
         elif self.given is None:
             return None, whole, None
         else:
-            pattern = next((p for p in self.given if fits(name, p)), None)
+            pattern = next((p for p in self.given if fits(name, self._as[p])), None)
             placements = None if pattern is None else self.given[pattern]
             self.used |= {pattern} if pattern is not None else set()
         if placements is None:

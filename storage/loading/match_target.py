@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, fits, is_wanted, leaf_name, patterns_of
+from ..base.names import check_distinct, exactly, fits, is_wanted, leaf_name, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -75,6 +75,8 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
 
 def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
     """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
+    known = {*ckpt.arrays, *ckpt.skipped}
+    keys, drop = (None if x is None else exactly(patterns_of(x), known) for x in (keys, drop))
     return [n for n in ckpt.skipped if is_wanted(n, keys, drop)]
 
 
@@ -130,11 +132,11 @@ class Ignored:
         self.patterns = [] if patterns is None else patterns_of(patterns, "ignore takes names or patterns")
         self.report = report
 
-    def without(self, names: Iterable[str]) -> list[str]:
-        """``names`` without those."""
-        kept = []
+    def without(self, names: Iterable[str], known: Container[str]) -> list[str]:
+        """``names`` without those; ``known`` are all names of both sides."""
+        kept, patterns = [], exactly(self.patterns, known)
         for n in names:
-            (self.report.ignored if fits(n, self.patterns) else kept).append(n)
+            (self.report.ignored if fits(n, patterns) else kept).append(n)
         return kept
 
 
@@ -179,8 +181,9 @@ def match_like(
     """
     arrays, scalars = held(ckpt, picked)
     wanted = _named(like, is_array)
-    report.missing = ignored.without(n for n in wanted if n not in arrays and n not in scalars)
-    report.unexpected = ignored.without(n for n in [*arrays, *scalars] if n not in wanted)
+    known = {*arrays, *scalars, *wanted}
+    report.missing = ignored.without((n for n in wanted if n not in arrays and n not in scalars), known)
+    report.unexpected = ignored.without((n for n in [*arrays, *scalars] if n not in wanted), known)
     kinds, shapes, types, targets = [], [], [], {}
     for name, leaf in wanted.items():
         wants_array = is_array(leaf)
@@ -252,8 +255,9 @@ def chosen(
         return targets
     # A tree: None is a leaf here (a local array), and a sharding may itself be a named tuple or a dataclass.
     given = _named(shardings, lambda x: x is None or isinstance(x, BlockSharding))
-    report.missing = ignored.without(n for n, s in given.items() if s is not None and n not in arrays)
-    report.unexpected = ignored.without(n for n in arrays if n not in given)
+    known = {*arrays, *given}
+    report.missing = ignored.without((n for n, s in given.items() if s is not None and n not in arrays), known)
+    report.unexpected = ignored.without((n for n in arrays if n not in given), known)
     if strict and not report.fits:
         lines = listed("missing in the checkpoint", report.missing)
         lines += listed("unexpected, not in shardings", report.unexpected)

@@ -431,6 +431,8 @@ def save_safetensors(
     if not (isinstance(path, (str, os.PathLike)) or hasattr(path, "write") or hasattr(path, "sendall")):
         raise CheckpointError(f"path is a path, a URL, a socket or a binary stream, got {path!r:.80}")
     mapping("metadata", metadata)
+    if tensors is None:
+        raise CheckpointError("tensors must be a mapping, such as a dict, got None")
     arrays = {name: np.asarray(taken(x, repr(name))) for name, x in mapping("tensors", tensors).items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)

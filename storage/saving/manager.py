@@ -250,6 +250,8 @@ class CheckpointManager:
         if not (line := [c for c in line if c.path != target]):
             return None, 0, newest
         anchor, number = line[-1].base_path or line[-1].path, line[-1].delta + 1
+        if anchor == target:  # which is written anew
+            return None, 0, newest
         return (anchor, number, newest) if number < every else (None, 0, anchor)
 
     def _place(self, step: int, overwrite: bool) -> dict[str, Any]:

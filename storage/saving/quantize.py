@@ -24,7 +24,7 @@ from ...arrays.core.formatting import some
 from ...arrays.core.tree import flatten_with_path, map_with_path
 from ..base.leaves import taken
 from ..base.malformed import malformed
-from ..base.names import fits, leaf_name, patterns_of
+from ..base.names import exactly, fits, leaf_name, patterns_of
 from ..format import dtypes
 from ..rules.casting import count_lost_rows
 from ..rules.dequantized import MARK, MARKS, scale_beside
@@ -97,7 +97,8 @@ def quantize(
             f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass "
             "allow_again=True"
         )
-    patterns, leaves = patterns_of(keys), {leaf_name(path): leaf for path, leaf in flatten_with_path(tree)}
+    given, leaves = patterns_of(keys), {leaf_name(path): leaf for path, leaf in flatten_with_path(tree)}
+    patterns = exactly(given, leaves)
     refuse_quantized(leaves, patterns)
     if unused := [p for p in patterns if p != "*" and not any(fits(name, p) for name in leaves)]:
         raise CheckpointKeyError(f"nothing matches {unused}; the tree holds {some(leaves, 12)}")
@@ -109,7 +110,7 @@ def quantize(
         leaf = taken(leaf, f"key {name!r}")
         kind = np.dtype(leaf.dtype).name if hasattr(leaf, "dtype") else ""
         if kind not in dtypes.FLOATS:
-            if name in patterns:
+            if name in given:
                 raise CheckpointDTypeError(
                     f"key {name!r}: only floating arrays are quantised, this is {kind or type(leaf).__name__}"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
@@ -16,7 +17,7 @@ from ...arrays.core.formatting import some
 from ..base import activity, names
 from ..base.arguments import check_positive
 from ..base.names import leaf_name
-from ..checkpoint.checkpoint import Checkpoint, fill, generation_of
+from ..checkpoint.checkpoint import Checkpoint, fill, generation_of, unread
 from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
@@ -421,7 +422,9 @@ def convert(
             raise CheckpointError("max_shard_bytes is for safetensors and DCP; Zarr files follow the block layout")
         stored = None if dual else held.compression if compression == KEEP else chosen(compression)
         limit = 0 if dual else packs.threshold(pack, target)
-        sink = zarr_sink(held, ShardingChoice(mesh, shardings), stored, limit, is_raw(dtype_fallback), dual)
+        sink = zarr_sink(
+            held, ShardingChoice(mesh, shardings, held.arrays), stored, limit, is_raw(dtype_fallback), dual
+        )
     else:
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:
@@ -441,6 +444,9 @@ def convert(
             progress=work.follow(progress),
             allow_overflow=allow_overflow,
         )
+    if held.unread:
+        why = held.ckpt.skipped[held.unread[0]]
+        warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)} ({why})", stacklevel=3)
     return ConvertReport(
         target,
         len(tensors),

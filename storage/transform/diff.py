@@ -14,7 +14,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import some
 from ..base.arguments import check_positive
-from ..base.names import is_wanted, patterns_of
+from ..base.names import exactly, is_wanted, patterns_of
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -138,7 +138,9 @@ def diff(
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     keys = None if keys is None else patterns_of(keys)
     drop = None if drop is None else patterns_of(drop, "drop takes names or patterns")
-    wanted = partial(is_wanted, keys=keys, drop=drop)
+    known = {*left.arrays, *right.arrays}
+    chosen = [None if x is None else exactly(x, known) for x in (keys, drop)]
+    wanted = partial(is_wanted, keys=chosen[0], drop=chosen[1])
     ours = {n: t for n, t in left.arrays.items() if wanted(n)}
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
     if keys is not None and not ours and not theirs:

@@ -148,13 +148,13 @@ def estimate(
     if max_shard_bytes is not None:
         check_positive(max_shard_bytes=max_shard_bytes)
     codec = chosen(compression)
-    choice = ShardingChoice(mesh, shardings)
+    held = _shapes(source)
+    choice = ShardingChoice(mesh, shardings, held)
     axes = tuple(choice.axes.items())
     if shard_optimizer_over is not None and shard_optimizer_over not in tuple(choice.axes):
         raise CheckpointError(f"shard_optimizer_over: the mesh {choice.axes} has no axis {shard_optimizer_over!r}")
     size = math.prod(n for _, n in axes)
     wide = dtypes.by_name(optimizer_dtype)
-    held = _shapes(source)
     if dtype is not None:
         wanted = dtypes.by_name(dtype)
         held = {n: (s, wanted if d.name in dtypes.FLOATS else d) for n, (s, d) in held.items()}

@@ -25,7 +25,7 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
 )
-from ..base.names import fits, leaf_name
+from ..base.names import exactly, fits, leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
@@ -443,7 +443,8 @@ class Quantize(Node):
         stored, held, known = list(base.arrays.values()), dict[str, StoredArray](), dict[str, Any]()
         label = str(self)
         marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
-        refuse_quantized({**base.arrays, **marks}, self.keys)
+        keys = exactly(self.keys, base.arrays)
+        refuse_quantized({**base.arrays, **marks}, keys)
         select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
@@ -454,7 +455,7 @@ class Quantize(Node):
 
         def one(leaf: Leaf) -> Any:
             a = stored[leaf.index]
-            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not fits(a.name, self.keys):
+            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not fits(a.name, keys):
                 return put(a.path, a.tensor)
             refuse_packed(a.name, [a.tensor], [base.path], True, known)
             q = RowIntegers(f"{a.name}.q", a.tensor, LEVELS[self.bits])
@@ -499,13 +500,16 @@ class Rows(Node):
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base = made[0]
         before = {n: a.tensor for n, a in base.arrays.items()}
-        arrays = dict(before)
+        arrays, cut = dict(before), set[tuple[str, int]]()
         for pattern, axis, start, stop in self.ranges:
-            found = [n for n in arrays if fits(n, pattern)]
+            found = [n for n in arrays if fits(n, exactly([pattern], arrays))]
             if not found:
                 base.refuse_skipped([pattern])
                 raise CheckpointKeyError(f"{base.path}: nothing matches {pattern!r}, of which rows are wanted")
             for n in found:
+                if (n, axis) in cut:
+                    raise CheckpointError(f"key {n!r}: two patterns give rows of its axis {axis}, {pattern!r} is one")
+                cut.add((n, axis))
                 shape = tuple(arrays[n].shape)
                 if axis >= len(shape) or not start <= stop <= shape[axis]:
                     raise CheckpointShapeError(
