@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.devices import CPU, Device, device
 from ..core.dispatch import Deferred, register_backends, register_gpu
-from ..core.dtypes import FIRST_USER_DTYPE
+from ..core.dtypes import FIRST_USER_DTYPE, numpy_form
 from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
@@ -42,7 +42,8 @@ class NumPyBackend:
     xp: ModuleType = np
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        out = op.numpy(*bufs, **params)
+        fn = numpy_form(op.numpy, bufs[0].dtype) if bufs and type(bufs[0]) is np.ndarray else op.numpy
+        out = fn(*bufs, **params)
         if op.nout > 1:
             return tuple(map(np.asarray, out))
         return (out if isinstance(out, Deferred) else np.asarray(out),)
