@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
+from ..backends.pieces import mapped
 from ..chains.chains import as_one_launch, one_launch
 from ..core import shape_rules
 from ..core.array import Array
@@ -26,13 +27,15 @@ from ..ops.elementwise import (
     SILU_IS_ZERO,
     abs,
     clip,
+    exp,
     expm1,
+    log1p,
     logaddexp,
     maximum,
+    minimum,
     relu,
     sigmoid,
     sign,
-    tanh,
     where,
 )
 from ..ops.manipulation import moveaxis
@@ -332,8 +335,13 @@ def mish(x: Any, /) -> Array:
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
-    x = inexact(ordered("mish", x))
-    return _straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
+    return mapped(_mish, inexact(ordered("mish", x)))
+
+
+def _mish(x: Array) -> Array:
+    # With e = exp(x) the tangent is e (e + 2) / (e (e + 2) + 2), the sigmoid of x + log(1 + e / 2): 1 from 20 on.
+    near = minimum(x, 20.0)
+    return maximum(x, SILU_IS_ZERO) * sigmoid(near + log1p(0.5 * exp(near)))
 
 
 @composite("softsign")

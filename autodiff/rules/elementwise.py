@@ -112,25 +112,29 @@ defvjp(ew.HYPOT, x=_cosine, y=lambda xp, g, y, ans: _cosine(xp, g, y, ans))
 # The slope at NaN is NaN, which `ans` is wherever an operand of the first two is.
 
 
+def _where(xp, condition, x, y):
+    return call(xp, ew.WHERE, condition, x, y)
+
+
 def _greater(xp, g, x, y, ans):
-    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)), ans)
+    return _where(xp, ans == ans, _where(xp, x == y, 0.5 * g, _where(xp, x > y, g, 0.0)), ans)
 
 
 def _less(xp, g, x, y, ans):
-    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)), ans)
+    return _where(xp, ans == ans, _where(xp, x == y, 0.5 * g, _where(xp, x < y, g, 0.0)), ans)
 
 
 defvjp(ew.MAXIMUM, x=_greater, y=_less)
 defvjp(ew.MINIMUM, x=_less, y=_greater)
 defvjp(
     ew.FMAX,
-    x=lambda xp, g, x, y: xp.where((x >= y) | (y != y), g, 0.0),
-    y=lambda xp, g, x, y: xp.where((x >= y) | (y != y), 0.0, g),
+    x=lambda xp, g, x, y: _where(xp, (x >= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: _where(xp, (x >= y) | (y != y), 0.0, g),
 )
 defvjp(
     ew.FMIN,
-    x=lambda xp, g, x, y: xp.where((x <= y) | (y != y), g, 0.0),
-    y=lambda xp, g, x, y: xp.where((x <= y) | (y != y), 0.0, g),
+    x=lambda xp, g, x, y: _where(xp, (x <= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: _where(xp, (x <= y) | (y != y), 0.0, g),
 )
 
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
