@@ -56,7 +56,7 @@ def all_integers(*operands: Any) -> bool:
 def expm1(xp: Any, x: Any) -> Any:
     """Of complex numbers by parts: NumPy loses the digits near the imaginary axis, and the standard's special cases."""
     if x.dtype.kind != "c":
-        return numpy_form(xp.expm1, x.dtype)(x)
+        return numpy_form(np.expm1, x.dtype)(x) if xp is np else xp.expm1(x)
     a, b = x.real, x.imag
     with np.errstate(all="ignore"):
         half = xp.sin(b / 2)
@@ -85,7 +85,7 @@ def logaddexp(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
 
 
 def tanh(xp: Any, x: Any) -> Any:
-    out = numpy_form(xp.tanh, x.dtype)(x)
+    out = numpy_form(np.tanh, x.dtype)(x) if xp is np else xp.tanh(x)
     if x.dtype.kind == "c" and ((far := xp.isinf(x.real)).any() if xp is np else True):
         far = xp.isinf(x.real)
         # The limit is reached: C libraries let the zero there turn its sign with the angle, the standard does not.
@@ -95,7 +95,7 @@ def tanh(xp: Any, x: Any) -> Any:
 
 
 def sign(xp: Any, x: Any) -> Any:
-    out = numpy_form(xp.sign, x.dtype)(x)
+    out = numpy_form(np.sign, x.dtype)(x) if xp is np else xp.sign(x)
     # That of -0.0 is 0.0, which ml_dtypes' loops leave as it is.
     return out + out.dtype.type(0) if x.dtype.num >= 256 else out
 

@@ -152,44 +152,17 @@ defvjp_all(group_norm.GROUP_NORM, _group_norm)
 defvjp_all(batch_norm.BATCH_NORM, _batch_norm)
 
 
-def _scale(xp, var, weight, wide, eps):
-    """By how much inference multiplies each channel, and that by weights of one."""
-    inverse = 1.0 / xp.sqrt(var.astype(wide, copy=False) + eps)
-    return weight.astype(wide, copy=False) * inverse, inverse
+def _inference(xp, g, x, mean, var, weight, axis, eps):
+    wide, along = batch_norm.sums_along_deviations(xp, g, x, mean, axis)
+    w, v = (p.astype(wide.dtype, copy=False) for p in (weight, var))
+    inverse = (v + eps) ** -0.5
+    scale, of_weight = w * inverse, along * inverse
+    total = xp.sum(wide, axis=batch_norm.other_axes(g.ndim, axis))
+    dx = wide * batch_norm.shaped(scale, g.ndim, axis)
+    return dx, -scale * total, -0.5 * scale * inverse * of_weight, of_weight, total
 
 
-def _inference_x(xp, g, var, weight, axis, eps):
-    g = batch_norm.widened(g)
-    return g * batch_norm.shaped(_scale(xp, var, weight, g.dtype, eps)[0], g.ndim, axis)
-
-
-def _inference_mean(xp, g, var, weight, axis, eps):
-    g = batch_norm.widened(g)
-    return -_scale(xp, var, weight, g.dtype, eps)[0] * xp.sum(g, axis=batch_norm.other_axes(g.ndim, axis))
-
-
-def _inference_var(xp, g, x, mean, var, weight, axis, eps):
-    scale, inverse = _scale(xp, var, weight, batch_norm.widened(g).dtype, eps)
-    return -0.5 * scale * inverse * inverse * batch_norm.along_deviations(xp, g, x, mean, axis)
-
-
-def _inference_weight(xp, g, x, mean, var, weight, axis, eps):
-    inverse = _scale(xp, var, weight, batch_norm.widened(g).dtype, eps)[1]
-    return inverse * batch_norm.along_deviations(xp, g, x, mean, axis)
-
-
-def _inference_bias(xp, g, axis):
-    return xp.sum(batch_norm.widened(g), axis=batch_norm.other_axes(g.ndim, axis))
-
-
-defvjp(
-    batch_norm.BATCH_NORM_INFERENCE,
-    x=_inference_x,
-    mean=_inference_mean,
-    var=_inference_var,
-    weight=_inference_weight,
-    bias=_inference_bias,
-)
+defvjp_all(batch_norm.BATCH_NORM_INFERENCE, _inference)
 
 # ----- dropout and experts --------------------------------------------------------------------------------------------
 

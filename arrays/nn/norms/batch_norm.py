@@ -41,22 +41,18 @@ def _blocks(xp: Any, x: Any) -> list[slice]:
     return [slice(i, i + step) for i in range(0, n, step)]
 
 
-def widened(x: Any) -> Any:
-    """A buffer or an Array in the dtype of its sums."""
-    return x.astype(_wide(x.dtype), copy=False)
-
-
-def along_deviations(xp: Any, g: Any, x: Any, mean: Any, axis: int) -> Any:
-    """Sums by channel of ``g * (x - mean)``, of buffers in blocks."""
-    center, axes = shaped(widened(mean), x.ndim, axis), other_axes(x.ndim, axis)
+def sums_along_deviations(xp: Any, g: Any, x: Any, mean: Any, axis: int) -> tuple[Any, Any]:
+    """``g`` in the dtype of its sums, and the sums by channel of ``g * (x - mean)``, of NumPy's buffers in blocks."""
+    g, x, mean = (a.astype(_wide(a.dtype), copy=False) for a in (g, x, mean))
+    center, axes = shaped(mean, x.ndim, axis), other_axes(x.ndim, axis)
     if xp is not np:
-        return xp.sum(widened(g) * (widened(x) - center), axis=axes)
-    total = np.zeros(mean.shape, center.dtype)
+        return g, xp.sum(g * (x - center), axis=axes)
+    total = np.zeros(mean.shape, g.dtype)
     for b in _blocks(xp, x):
         d = x[b] - center
         d *= g[b]
         total += d.sum(axis=axes)
-    return total
+    return g, total
 
 
 def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
