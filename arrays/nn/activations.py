@@ -195,6 +195,8 @@ def silu(x: Any, /) -> Array:
 def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
 
+    ``beta`` is positive; :class:`ArgumentError` for others (of 0 there is no such function).
+
     >>> mt.nn.softplus(mt.asarray([-1000.0, 0.0, 1000.0]))
     Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
     """
@@ -254,11 +256,13 @@ def selu(x: Any, /) -> Array:
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron, 2017).
 
-    It is smooth for every ``alpha``.
+    It is smooth for every ``alpha``; :class:`ArgumentError` for 0.
 
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
+    if type(alpha) in (int, float) and alpha == 0:
+        raise ArgumentError("[celu] alpha must not be 0: it divides")
     x = inexact(ordered("celu", x))
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
 

@@ -169,15 +169,14 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
     return apply(RESHAPE, (x,), {"shape": wanted})
 
 
-def permute_dims(x: Any, /, axes: Sequence[int] | None = None) -> Array:
-    """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x`` (None: the last one first).
+def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
+    """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``.
 
     >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
     x = as_array(x)
     ndim = x.ndim
-    axes = tuple(range(ndim - 1, -1, -1)) if axes is None else axes
     if type(axes) is not tuple or sorted(axes) != list(range(ndim)):
         if len(axes) != ndim or len(shape_rules.normalize_axis("permute_dims", axes, ndim)) != ndim:
             raise ShapeError(f"[permute_dims] axes {tuple(axes)} are no order of the {ndim} dimensions of {x.shape}")
