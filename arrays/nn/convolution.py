@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.memory_pool import fresh
 from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
@@ -92,11 +93,18 @@ def _blocks(xp: Any, n: int, w: Ints, out: Ints, stride: Ints, dilation: Ints, g
         yield (slice(i, i + samples), slice(None), slice(o, to)), (slice(i, i + samples), slice(None), seen)
 
 
+def _room(xp: Any, shape: Ints, dtype: np.dtype) -> Any:
+    """Memory of a block: of the pool, where the next block finds it in cache."""
+    return fresh(shape, dtype) if xp is np else xp.empty(shape, dtype)
+
+
 def _columns(xp: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
     """The patch of the image under each position of the result (im2col), of shape (N, groups, I * kernel, out)."""
     n, c, *image = x.shape
+    if max(*kernel, *stride) == 1:
+        return x.reshape(n, groups, c // groups, math.prod(image))
     out = _out_shape(tuple(image), kernel, (0,) * len(kernel), stride, dilation)
-    cols = xp.empty((n, c, *kernel, *out), x.dtype)
+    cols = _room(xp, (n, c, *kernel, *out), x.dtype)
     for place, part in _taps(kernel, out, stride, dilation):
         cols[(slice(None), slice(None), *place)] = x[(slice(None), slice(None), *part)]
     return cols.reshape(n, groups, c // groups * math.prod(kernel), math.prod(out))
@@ -116,10 +124,14 @@ def _conv(xp: Any, x: Any, w: Any, padding: Ints, stride: Ints, dilation: Ints, 
     x, flat, y = _padded(xp, x, padding), _flat(w, groups), xp.empty(shape, dtype)
     for part, seen in _blocks(xp, n, w.shape, shape[2:], stride, dilation, groups):
         cols = _columns(xp, x[seen], kernel, stride, dilation, groups)
+        to = y[part]
+        if xp is np and dtype == w.dtype and to.flags.c_contiguous:
+            MATMUL.numpy(flat, cols, out=to.reshape(len(to), groups, outs // groups, cols.shape[3]))
+            continue
         found = MATMUL.bind(xp)(flat, cols)
         if found.size == y.size:
             return found.reshape(shape).astype(dtype, copy=False)
-        y[part] = found.reshape(y[part].shape)
+        y[part] = found.reshape(to.shape)
     return y
 
 
@@ -130,6 +142,12 @@ def _conv_image(xp: Any, g: Any, w: Any, image: Ints, padding: Ints, stride: Int
     found = cudnn.convolution(xp, "BackwardData", w, g, shape, padding, stride, dilation, groups)
     if found is not None:
         return found
+    around = tuple(d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True))
+    if xp is np and max(stride) == 1 and min(around) >= 0 and outs <= 2 * channels:
+        # A convolution with the kernels turned round, which reads patches instead of adding to them.
+        turned = np.flip(w.reshape(groups, outs // groups, *w.shape[1:]), tuple(range(3, w.ndim + 1))).swapaxes(1, 2)
+        turned = np.ascontiguousarray(turned).reshape(channels, outs // groups, *kernel)
+        return _conv(xp, g, turned, around, stride, dilation, groups)
     dtype, (g, w) = _wide(xp, g, w)
     flat = _flat(w, groups).swapaxes(1, 2)
     x = xp.zeros((n, channels, *(m + 2 * p for m, p in zip(image, padding, strict=True))), g.dtype)

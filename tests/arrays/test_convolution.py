@@ -167,6 +167,21 @@ def test_conv_transpose_is_the_adjoint_of_a_convolution_split_or_not():
     np.testing.assert_allclose(mt.nn.conv_transpose(split, w, output_padding=(1, 2), **how), y, rtol=1e-12)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dilation"), [((3, 2), (1, 0), (1, 2)), ((1, 1), 0, 1), ((2, 3), (2, 3), 1)]
+)
+def test_the_gradient_of_an_image_is_the_adjoint(kernel, padding, dilation, groups, stride):
+    """Of few kernels and of many, whose patches are read or added to."""
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    for kernels in (4, 16):
+        x, w = rng.normal(size=(2, 4, 6, 7)), rng.normal(size=(kernels, 4 // groups, *kernel))
+        y, pull = meshtape.vjp(lambda x: mt.nn.conv2d(x, w, **how), mt.asarray(x))  # noqa: B023
+        g = rng.normal(size=y.shape)
+        np.testing.assert_allclose(float(mt.sum(y * g)), float(mt.sum(pull(mt.asarray(g))[0] * x)), rtol=1e-10)
+
+
 def test_conv_transpose_refuses_what_has_no_meaning():
     x, w = mt.ones((1, 2, 4)), mt.ones((2, 3, 2))
     for args, how, error, said in (
