@@ -116,12 +116,20 @@ def _where(xp, condition, x, y):
     return call(xp, ew.WHERE, condition, x, y)
 
 
+def _chosen(xp, g, chosen, tie, ans):
+    out = _where(xp, chosen, g, 0.0)
+    if xp is not np or tie.any():
+        out = _where(xp, tie, 0.5 * g, out)
+    nan = ans != ans
+    return _where(xp, nan, ans, out) if xp is not np or nan.any() else out
+
+
 def _greater(xp, g, x, y, ans):
-    return _where(xp, ans == ans, _where(xp, x == y, 0.5 * g, _where(xp, x > y, g, 0.0)), ans)
+    return _chosen(xp, g, x > y, x == y, ans)
 
 
 def _less(xp, g, x, y, ans):
-    return _where(xp, ans == ans, _where(xp, x == y, 0.5 * g, _where(xp, x < y, g, 0.0)), ans)
+    return _chosen(xp, g, x < y, x == y, ans)
 
 
 defvjp(ew.MAXIMUM, x=_greater, y=_less)
