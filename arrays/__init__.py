@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as _np
 
 from . import linalg, random
-from .backends.backend import devices
+from .backends.backend import devices, use_device
 from .backends.cublaslt import is_tf32, use_tf32
 from .backends.determinism import is_deterministic, use_deterministic
 from .backends.host_sync import host_waits, index_checks
 from .core import errors, tree
 from .core.array import Array
 from .core.array import attach as _attach
-from .core.devices import Device, default_device, device, use_device
+from .core.devices import Device, default_device, device
 from .core.dtype_objects import *
 from .core.dtypes import can_cast, finfo, iinfo, isdtype, result_type
 from .core.op import OPS, Op, ShapeDtype

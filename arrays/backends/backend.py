@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ..core import devices as core_devices
 from ..core.devices import CPU, Device, device
 from ..core.dispatch import Deferred, register_backends, register_gpu
-from ..core.dtypes import FIRST_USER_DTYPE
+from ..core.dtypes import FIRST_USER_DTYPE, numpy_form
 from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
@@ -42,10 +43,14 @@ class NumPyBackend:
     xp: ModuleType = np
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        out = op.numpy(*bufs, **params)
+        fn = numpy_form(op.numpy, bufs[0].dtype) if bufs and type(bufs[0]) is np.ndarray else op.numpy
+        out = fn(*bufs, **params)
         if op.nout > 1:
             return tuple(map(np.asarray, out))
         return (out if isinstance(out, Deferred) else np.asarray(out),)
+
+    def check(self, where: Device) -> None:
+        """Raise :class:`DeviceError` where there is no such device."""
 
     def device_of(self, buf: np.ndarray) -> Device:
         return CPU
@@ -102,9 +107,12 @@ class CuPyBackend:
     def device_of(self, buf: Any) -> Device:
         return _cuda_device(buf.device.id)
 
-    def from_host(self, host: np.ndarray, where: Device) -> Any:
+    def check(self, where: Device) -> None:
         if where.index >= self.device_count():
             raise DeviceError(f"there is no {where}: this machine has {self.device_count()} CUDA device(s)")
+
+    def from_host(self, host: np.ndarray, where: Device) -> Any:
+        self.check(where)
         with self.xp.cuda.Device(where.index), self.memory():
             if host.dtype in FLOAT8 and self.xp.__name__ == "cupy":
                 return Float8(self, self.xp.asarray(host.view(np.uint8)), host.dtype)
@@ -207,6 +215,20 @@ def on_device_of(buf: Any) -> AbstractContextManager[None]:
     ops."""
     buf = buf.memory if isinstance(buf, Deferred) else buf
     return nullcontext() if buf is None or isinstance(buf, np.ndarray) else cupy_backend().at(buf)
+
+
+def use_device(name: str | Device) -> AbstractContextManager[Device]:
+    """Creation functions called inside put their arrays on this device.
+
+    Raises :class:`BackendError` or :class:`DeviceError` at once where there is none on this machine.
+
+    >>> with mt.use_device("cpu") as d:
+    ...     print(d)
+    cpu
+    """
+    chosen = device(name)
+    backend_for(chosen).check(chosen)
+    return core_devices.use_device(chosen)
 
 
 def devices() -> list[Device]:

@@ -48,7 +48,7 @@ def _parse(text: str) -> Device:
 def device(name: str | Device) -> Device:
     """The device called ``name``. Equal names give the same object. Raises :class:`DeviceError` for an unknown name.
 
-    Naming a CUDA device does not ask whether it exists; the first array put there does.
+    Naming a CUDA device does not ask whether it exists; :func:`use_device` does, and the first array put there.
 
     >>> mt.device("cpu")
     Device('cpu')
@@ -74,12 +74,7 @@ def default_device() -> Device:
 
 @contextmanager
 def use_device(name: str | Device) -> Iterator[Device]:
-    """Creation functions called inside put their arrays on this device.
-
-    >>> with use_device("cpu") as d:
-    ...     print(d)
-    cpu
-    """
+    """``backend.use_device``, which users call, without the question whether there is such a device."""
     chosen = device(name)
     before = state.device
     state.device = chosen

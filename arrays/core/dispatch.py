@@ -16,7 +16,7 @@ import numpy as np
 
 from .array import Array, ids
 from .devices import Device
-from .dtypes import FIRST_USER_DTYPE, is_low_precision
+from .dtypes import FIRST_USER_DTYPE, OF_SHORT, is_low_precision, numpy_form
 from .errors import (
     ConcurrentWriteError,
     DeviceError,
@@ -221,8 +221,11 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
 def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
     """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers
     and the scalars. (In C where :data:`compiled` is there.)"""
+    fn = op.numpy
+    if bufs and type(bufs[0]) is ndarray:
+        fn = numpy_form(fn, bufs[0].dtype)
     try:
-        out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
+        out = fn(*bufs, **params) if params else fn(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
         _explain(op, args, params, e)
         raise
@@ -548,5 +551,5 @@ def _explained(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: 
 
 
 if compiled is not None:
-    compiled.bind_calls(Array, Op, state, ids, NO_PARAMS, _explained, _results, _THEIRS, call_site)
+    compiled.bind_calls(Array, Op, state, ids, NO_PARAMS, _explained, _results, _THEIRS, call_site, OF_SHORT)
     invoke = compiled.invoke

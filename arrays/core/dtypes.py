@@ -9,6 +9,8 @@ table, ``DTYPES``, names all of them; whatever asks "which dtypes are there" rea
 from __future__ import annotations
 
 import builtins
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,3 +238,54 @@ def complex_of(dtype: np.dtype) -> np.dtype:
 def is_low_precision(dtype: np.dtype) -> bool:
     """Whether it is a float of one or two bytes (float8, float16, bfloat16): sums of these are kept in float32."""
     return dtype.itemsize <= 2 and dtype.kind not in "biu"
+
+
+# ----- ufuncs of short floats on a CPU --------------------------------------------------------------------------------
+# The loops that ml_dtypes registers go number by number, and take two to twenty times as long as those of wider floats.
+# NumPy casts a block of operands, computes it, and rounds the results to where they belong: no wide array is made.
+
+# Exact in float32, or so near that any loop rounds to the same number.
+_EXACT = "add subtract multiply divide remainder maximum minimum square reciprocal sqrt floor ceil trunc rint"
+# Of every bfloat16 the result is that of float64, rounded.
+_IN_FLOAT32 = (
+    "expm1 exp2 log log1p log2 log10 sin cos tan arcsin arccos arctan arctan2 sinh cosh tanh arcsinh arccosh arctanh "
+    "cbrt sign"
+)
+_IN_FLOAT64 = "exp power"  # whose loops of float32 are off by more
+_OF_FLOAT16 = "cos arctan2"  # NumPy's own of other functions are quick
+
+_BLOCKS = 4096
+"""Elements below which the loops of short floats (or casts of the whole, where these loops may round otherwise) take
+less time than casts of blocks."""
+
+
+def _in(wide: np.dtype, name: str) -> Callable[..., Any]:
+    """The ufunc of this name, of arrays of one short float computed in the dtype ``wide``."""
+    ufunc, exact, half = getattr(np, name), name in _EXACT.split(), name in _OF_FLOAT16.split()
+
+    @functools.wraps(ufunc)
+    def run(x: Any, *more: Any, out: Any = None) -> Any:
+        dtype = getattr(x, "dtype", None)
+        if not (dtype is bfloat16 or (half and dtype is float16)) or (exact and x.size < _BLOCKS):
+            return ufunc(x, *more, out=out)
+        for y in more:
+            if getattr(y, "dtype", None) is not dtype:
+                return ufunc(x, *more, out=out)
+        if out is None:
+            like = x if all(y.shape == x.shape for y in more) else np.broadcast(x, *more)
+            if like.size < _BLOCKS:
+                return ufunc(*[y.astype(wide) for y in (x, *more)]).astype(dtype)
+            out = np.empty_like(x) if like is x else np.empty(like.shape, dtype)
+        return ufunc(x, *more, out=out, dtype=wide, casting="unsafe")
+
+    return run
+
+
+_GROUPS = {float32: f"{_EXACT} {_IN_FLOAT32}", float64: _IN_FLOAT64}
+OF_SHORT = {getattr(np, n): _in(wide, n) for wide, names in _GROUPS.items() for n in names.split()}
+"""By ufunc, the function that takes its place where there are short floats; with ``out``, as that."""
+
+
+def numpy_form(fn: Callable[..., Any], dtype: np.dtype) -> Callable[..., Any]:
+    """The function that computes ``fn``, an op's in NumPy, where an operand or the result has this dtype."""
+    return OF_SHORT.get(fn, fn) if dtype.num >= HALF else fn  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from ..backends.float8 import FLOAT8, Float8
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype, finfo, float8_e4m3fn, is_low_precision, result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..kernels import float8 as kernels
 from ..ops.creation import asarray, beside
@@ -209,8 +209,9 @@ def float8_matmul(
         Matrices or stacks of them, ``(..., m, k)`` and ``(..., k, n)``: float32, float16 or bfloat16, which are divided
         by their scales and rounded, or float8, which are taken as they are.
     x_scale, y_scale
-        Positive float32 numbers without dimensions. By default :func:`float8_scale` of the operand, and 1 for one that
-        is float8. What lies beyond the range after the division becomes the largest number.
+        Float32 numbers without dimensions. By default :func:`float8_scale` of the operand, and 1 for one that is
+        float8. What lies beyond the range after the division becomes the largest number. An array is not looked at:
+        where it divides, and is 0, not finite or below ``2**-126``, the product is NaN.
     x_dtype, y_dtype
         The float8 dtypes to round to. A float8 operand has its own.
     dtype
@@ -225,6 +226,8 @@ def float8_matmul(
     ------
     DTypeError, ShapeError
         Where the operands do not fit.
+    ArgumentError
+        For a number by which no operand can be divided: 0, one that is not finite, or beyond float32's normal ones.
 
     Notes
     -----
@@ -250,9 +253,12 @@ def float8_matmul(
     for which, a, scale, wanted in (("x", x, x_scale, x_dtype), ("y", y, y_scale, y_dtype)):
         dtypes.append(a.dtype if a.dtype in FLOAT8 else _float8(name, wanted))
         if scale is not None:
-            scale = asarray(scale, dtype=np.float32, device=beside(a))
+            given, scale = scale, asarray(scale, dtype=np.float32, device=beside(a))
             if scale.ndim:
                 raise ShapeError(f"[{name}] {which}_scale is one number, got shape {scale.shape}")
+            seen = isinstance(given, int | float | np.generic | np.ndarray)
+            if seen and a.dtype not in FLOAT8 and not 2.0**LEAST <= np.abs(given) <= finfo(np.float32).max:
+                raise ArgumentError(f"[{name}] {which}_scale must be a normal number of float32, got {given}")
         elif a.dtype in FLOAT8:
             scale = asarray(1.0, dtype=np.float32, device=beside(a))
         else:

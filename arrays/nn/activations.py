@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
+from ..backends.pieces import mapped
 from ..chains.chains import as_one_launch, one_launch
 from ..core import shape_rules
 from ..core.array import Array
@@ -26,13 +27,15 @@ from ..ops.elementwise import (
     SILU_IS_ZERO,
     abs,
     clip,
+    exp,
     expm1,
+    log1p,
     logaddexp,
     maximum,
+    minimum,
     relu,
     sigmoid,
     sign,
-    tanh,
     where,
 )
 from ..ops.manipulation import moveaxis
@@ -192,6 +195,8 @@ def silu(x: Any, /) -> Array:
 def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
 
+    ``beta`` is positive; :class:`ArgumentError` for others (of 0 there is no such function).
+
     >>> mt.nn.softplus(mt.asarray([-1000.0, 0.0, 1000.0]))
     Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
     """
@@ -251,11 +256,13 @@ def selu(x: Any, /) -> Array:
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron, 2017).
 
-    It is smooth for every ``alpha``.
+    It is smooth for every ``alpha``; :class:`ArgumentError` for 0.
 
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
+    if type(alpha) in (int, float) and alpha == 0:
+        raise ArgumentError("[celu] alpha must not be 0: it divides")
     x = inexact(ordered("celu", x))
     return where(x > 0, x, alpha * expm1(where(x > 0, 0.0, x) / alpha))
 
@@ -332,8 +339,13 @@ def mish(x: Any, /) -> Array:
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
-    x = inexact(ordered("mish", x))
-    return _straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
+    return mapped(_mish, inexact(ordered("mish", x)))
+
+
+def _mish(x: Array) -> Array:
+    # With e = exp(x) the tangent is e (e + 2) / (e (e + 2) + 2), the sigmoid of x + log(1 + e / 2): 1 from 20 on.
+    near = minimum(x, 20.0)
+    return maximum(x, SILU_IS_ZERO) * sigmoid(near + log1p(0.5 * exp(near)))
 
 
 @composite("softsign")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.memory_pool import fresh
 from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
@@ -92,11 +93,18 @@ def _blocks(xp: Any, n: int, w: Ints, out: Ints, stride: Ints, dilation: Ints, g
         yield (slice(i, i + samples), slice(None), slice(o, to)), (slice(i, i + samples), slice(None), seen)
 
 
+def _room(xp: Any, shape: Ints, dtype: np.dtype) -> Any:
+    """Memory of a block: of the pool, where the next block finds it in cache."""
+    return fresh(shape, dtype) if xp is np else xp.empty(shape, dtype)
+
+
 def _columns(xp: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
     """The patch of the image under each position of the result (im2col), of shape (N, groups, I * kernel, out)."""
     n, c, *image = x.shape
+    if max(*kernel, *stride) == 1:
+        return x.reshape(n, groups, c // groups, math.prod(image))
     out = _out_shape(tuple(image), kernel, (0,) * len(kernel), stride, dilation)
-    cols = xp.empty((n, c, *kernel, *out), x.dtype)
+    cols = _room(xp, (n, c, *kernel, *out), x.dtype)
     for place, part in _taps(kernel, out, stride, dilation):
         cols[(slice(None), slice(None), *place)] = x[(slice(None), slice(None), *part)]
     return cols.reshape(n, groups, c // groups * math.prod(kernel), math.prod(out))
@@ -116,10 +124,14 @@ def _conv(xp: Any, x: Any, w: Any, padding: Ints, stride: Ints, dilation: Ints, 
     x, flat, y = _padded(xp, x, padding), _flat(w, groups), xp.empty(shape, dtype)
     for part, seen in _blocks(xp, n, w.shape, shape[2:], stride, dilation, groups):
         cols = _columns(xp, x[seen], kernel, stride, dilation, groups)
+        to = y[part]
+        if xp is np and dtype == w.dtype and to.flags.c_contiguous:
+            MATMUL.numpy(flat, cols, out=to.reshape(len(to), groups, outs // groups, cols.shape[3]))
+            continue
         found = MATMUL.bind(xp)(flat, cols)
         if found.size == y.size:
             return found.reshape(shape).astype(dtype, copy=False)
-        y[part] = found.reshape(y[part].shape)
+        y[part] = found.reshape(to.shape)
     return y
 
 
@@ -130,6 +142,12 @@ def _conv_image(xp: Any, g: Any, w: Any, image: Ints, padding: Ints, stride: Int
     found = cudnn.convolution(xp, "BackwardData", w, g, shape, padding, stride, dilation, groups)
     if found is not None:
         return found
+    around = tuple(d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True))
+    if xp is np and max(stride) == 1 and min(around) >= 0 and outs <= 2 * channels:
+        # A convolution with the kernels turned round, which reads patches instead of adding to them.
+        turned = np.flip(w.reshape(groups, outs // groups, *w.shape[1:]), tuple(range(3, w.ndim + 1))).swapaxes(1, 2)
+        turned = np.ascontiguousarray(turned).reshape(channels, outs // groups, *kernel)
+        return _conv(xp, g, turned, around, stride, dilation, groups)
     dtype, (g, w) = _wide(xp, g, w)
     flat = _flat(w, groups).swapaxes(1, 2)
     x = xp.zeros((n, channels, *(m + 2 * p for m, p in zip(image, padding, strict=True))), g.dtype)
@@ -212,14 +230,28 @@ def _paddings(
     return [(p, p) for p in _each(name, "padding", padding, len(image), 0)]
 
 
+def _operands(name: str, n: int, x: Any, weight: Any) -> tuple[Array, Array]:
+    x, w = asarray(x), asarray(weight)
+    if n < 1 or x.ndim != n + 2 or w.ndim != n + 2:
+        raise ShapeError(f"[{name}] x and weight have {max(n, 1) + 2} dimensions, got {x.shape} and {w.shape}")
+    if x.dtype.kind in "biu" or w.dtype.kind in "biu":
+        raise DTypeError(f"[{name}] x and weight must be floating, got {x.dtype.name} and {w.dtype.name}")
+    return x, w
+
+
+def _biased(name: str, out: Array, bias: Any) -> Array:
+    if bias is None:
+        return out
+    b = asarray(bias)
+    if b.shape != (out.shape[1],):
+        raise ShapeError(f"[{name}] bias has shape {b.shape}, expected {(out.shape[1],)}")
+    return out + reshape(b, (-1, *[1] * (out.ndim - 2)))
+
+
 def _convolution(
     name: str, n: int, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Array:
-    x, w = asarray(x), asarray(weight)
-    if x.ndim != n + 2 or w.ndim != n + 2:
-        raise ShapeError(f"[{name}] x and weight have {n + 2} dimensions, got {x.shape} and {w.shape}")
-    if x.dtype.kind in "biu" or w.dtype.kind in "biu":
-        raise DTypeError(f"[{name}] x and weight must be floating, got {x.dtype.name} and {w.dtype.name}")
+    x, w = _operands(name, n, x, weight)
     if groups < 1 or x.shape[1] != groups * w.shape[1] or w.shape[0] % groups:
         raise ShapeError(
             f"[{name}] {groups} group(s): x {x.shape} must have groups * {w.shape[1]} channels, and the "
@@ -236,12 +268,7 @@ def _convolution(
         padded = tuple(m + 2 * e for m, e in zip(x.shape[2:], ends, strict=True))
         raise ShapeError(f"[{name}] a kernel of shape {kernel} does not fit an image of shape {padded} (padded)")
     out = apply(CONV, (x, w), {"padding": ends, "stride": stride, "dilation": dilation, "groups": groups})
-    if bias is None:
-        return out
-    b = asarray(bias)
-    if b.shape != (w.shape[0],):
-        raise ShapeError(f"[{name}] bias has shape {b.shape}, expected {(w.shape[0],)}")
-    return out + reshape(b, (-1, *[1] * n))
+    return _biased(name, out, bias)
 
 
 @composite("conv1d")
@@ -301,6 +328,56 @@ def conv2d(
     (1, 8, 5, 5)
     """
     return _convolution("conv2d", 2, x, weight, bias, stride, padding, dilation, groups)
+
+
+@composite("conv_transpose")
+def conv_transpose(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    /,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Array:
+    """The adjoint of a convolution in its image: each element of ``x`` adds its multiple of a kernel to the result.
+
+    Parameters
+    ----------
+    x
+        Shape ``(N, channels, *image)``, of one or more dimensions of an image.
+    weight
+        Shape ``(channels, results / groups, *kernel)``, as in PyTorch.
+    bias
+        One number a channel of the result.
+    stride, padding, dilation, groups
+        Those of the convolution from the result to ``x``: see :func:`conv2d`.
+    output_padding
+        Lines at the end of the result that no kernel reaches, fewer than ``stride``. A dimension of ``n`` elements
+        becomes ``(n - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1``.
+
+    Examples
+    --------
+    >>> mt.nn.conv_transpose(mt.asarray([[[1.0, 2.0]]]), mt.asarray([[[1.0, 10.0, 100.0]]]), stride=2).tolist()
+    [[[1.0, 10.0, 102.0, 20.0, 200.0]]]
+    """
+    name, n = "conv_transpose", np.ndim(x) - 2
+    x, w = _operands(name, n, x, weight)
+    if groups < 1 or x.shape[1] != w.shape[0] or w.shape[0] % groups:
+        raise ShapeError(f"[{name}] x {x.shape} has the channels of weight {w.shape}, which {groups} group(s) divide")
+    steps, dilation = _each(name, "stride", stride, n, 1), _each(name, "dilation", dilation, n, 1)
+    ends, more = _each(name, "padding", padding, n, 0), _each(name, "output_padding", output_padding, n, 0)
+    if any(m >= s for m, s in zip(more, steps, strict=True)):
+        raise ArgumentError(f"[{name}] output_padding {more} must be less than stride {steps}")
+    sizes = zip(x.shape[2:], w.shape[2:], steps, ends, more, dilation, strict=True)
+    image = tuple((m - 1) * s - 2 * p + d * (k - 1) + q + 1 for m, k, s, p, q, d in sizes)
+    if min(*x.shape[2:], *w.shape[2:], *image) < 1:
+        raise ShapeError(f"[{name}] x {x.shape} and weight {w.shape} would give an image of shape {image}")
+    how = {"padding": ends, "stride": steps, "dilation": dilation, "groups": groups}
+    return _biased(name, apply(CONV_IMAGE, (x, w), {"image": image, **how}), bias)
 
 
 @composite("pool")

@@ -18,7 +18,7 @@ from ..ops.elementwise import where as where_
 from ..ops.manipulation import astype, expand_dims
 from .activations import *
 from .attention import scaled_dot_product_attention
-from .convolution import conv1d, conv2d, pool
+from .convolution import conv1d, conv2d, conv_transpose, pool
 from .dropout import dropout, dropout_add
 from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts

@@ -82,15 +82,18 @@ def polyder(p: Any, /, m: int = 1) -> Array:
 
 
 @composite("polyint")
-def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
-    """The ``m``-th integral with the constants ``k``.
+def polyint(p: Any, /, m: int = 1, k: Any = None) -> Array:
+    """The ``m``-th integral with the constants ``k``: a number for all, or one for each integration; 0 by default.
 
     >>> mt.polyint([2.0, 2.0])
     Array([1., 2., 0.], dtype=float64)
     """
     p = _coefficients("polyint", p)
-    for _ in range(m):
-        p = concat([p / asarray(np.arange(p.size, 0, -1.0)), atleast_1d(k)])
+    constants = atleast_1d(0.0 if k is None else k)
+    if constants.ndim > 1 or constants.size not in (1, m):
+        raise ShapeError(f"[polyint] k must be a number, or {m} of them, got shape {constants.shape}")
+    for i in range(m):
+        p = concat([p / asarray(np.arange(p.size, 0, -1.0)), constants[i : i + 1] if constants.size > 1 else constants])
     return p
 
 

@@ -62,13 +62,13 @@ def outer(x: Any, y: Any, /) -> Array:
 
 
 @composite("cross")
-def cross(x: Any, y: Any, /, *, axis: int = -1) -> Array:
-    """Vector products of vectors of length 3 along ``axis``.
+def cross(x: Any, y: Any, /, *, axis: int | None = -1) -> Array:
+    """Vector products of vectors of length 3 along ``axis`` (None: the last one, as in NumPy).
 
     >>> mt.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
     Array([0, 0, 1])
     """
-    return products.cross(asarray(x), asarray(y), axis=axis)
+    return products.cross(asarray(x), asarray(y), axis=-1 if axis is None else axis)
 
 
 @composite("matvec")

@@ -160,6 +160,8 @@ LOGADDEXP, logaddexp = binary(
     "logaddexp",
     "``log(exp(x1) + exp(x2))`` without overflow.",
     "[0.0, 1000.0], [0.0, 1000.0] -> [6.93147181e-01, 1.00069315e+03]",
+    fn.logaddexp,
+    takes_out=True,
     cuda="log_of_sum({0}, {1})",
 )
 LOGADDEXP2, logaddexp2 = binary(

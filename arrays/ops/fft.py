@@ -1,8 +1,8 @@
 """Discrete Fourier transforms (``mt.fft``): the extension of the array-API standard.
 
 Three ops carry all of them: complex to complex, real to half a spectrum, and half a spectrum to real. Each keeps the
-precision of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (``"backward"``), with the
-forward transform (``"forward"``), or as ``1/sqrt(n)`` with both (``"ortho"``).
+precision of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (``"backward"``, or None), with
+the forward transform (``"forward"``), or as ``1/sqrt(n)`` with both (``"ortho"``).
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ SWAPPED = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 """The ``norm`` that gives the opposite direction the factor that this direction had."""
 
 
-def _floating(name: str, x: Any, norm: str) -> Array:
+def _floating(name: str, x: Any, norm: str | None) -> tuple[Array, str]:
+    norm = "backward" if norm is None else norm
     if norm not in _NORMS:
         raise ArgumentError(f"[{name}] norm must be 'backward', 'ortho' or 'forward', got {norm!r}")
     x = asarray(x)
     if x.dtype.itemsize <= 2 or x.dtype.kind in "iu":
-        return astype(x, np.float64 if x.dtype.kind in "biu" else np.float32)
-    return x
+        return astype(x, np.float64 if x.dtype.kind in "biu" else np.float32), norm
+    return x, norm
 
 
 def _real(name: str, x: Array) -> Array:
@@ -122,13 +123,13 @@ def _complex(name: str, x: Array, pairs: Sequence[tuple[int, Any]], norm: str, i
     return apply(FFT, (x,), {"axes": tuple(a for a, _ in pairs), "norm": norm, "inverse": inverse})
 
 
-def _one(name: str, x: Any, n: int | None, axis: int, norm: str, inverse: bool) -> Array:
-    x = _floating(name, x, norm)
+def _one(name: str, x: Any, n: int | None, axis: int, norm: str | None, inverse: bool) -> Array:
+    x, norm = _floating(name, x, norm)
     axis = shape_rules.one_axis(name, axis, x.ndim)
     return _complex(name, x, [(axis, n)], norm, inverse)
 
 
-def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Fourier transform along an axis, of ``n`` points (cut off or filled with zeros).
 
     >>> mt.fft.fft(mt.asarray([1.0, 0.0, 0.0, 0.0]))
@@ -137,7 +138,7 @@ def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwar
     return _one("fft", x, n, axis, norm, False)
 
 
-def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Inverse of :func:`fft`.
 
     >>> mt.fft.ifft(mt.asarray([4.0, 0.0, 0.0, 0.0]))
@@ -147,7 +148,7 @@ def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 
 
 def fftn(
-    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str | None = "backward"
 ) -> Array:
     """Fourier transform along several axes (all by default), of lengths ``s``.
 
@@ -155,12 +156,12 @@ def fftn(
     Array([[4.+0.j, 0.+0.j],
            [0.+0.j, 0.+0.j]], dtype=complex128)
     """
-    x = _floating("fftn", x, norm)
+    x, norm = _floating("fftn", x, norm)
     return _complex("fftn", x, _axes("fftn", x, s, axes), norm, False)
 
 
 def ifftn(
-    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str | None = "backward"
 ) -> Array:
     """Inverse of :func:`fftn`.
 
@@ -168,7 +169,7 @@ def ifftn(
     Array([[1.+0.j, 1.+0.j],
            [1.+0.j, 1.+0.j]], dtype=complex128)
     """
-    x = _floating("ifftn", x, norm)
+    x, norm = _floating("ifftn", x, norm)
     return _complex("ifftn", x, _axes("ifftn", x, s, axes), norm, True)
 
 
@@ -187,39 +188,40 @@ def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Ar
     return apply(IRFFT, (x,), {"n": n, "axis": axis, "norm": norm})
 
 
-def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Fourier transform of real numbers: the ``n // 2 + 1`` terms of frequency zero and above.
 
     >>> mt.fft.rfft(mt.asarray([1.0, 2.0, 3.0])).shape
     (2,)
     """
-    x = _floating("rfft", x, norm)
+    x, norm = _floating("rfft", x, norm)
     axis = shape_rules.one_axis("rfft", axis, x.ndim)
     return _rfft_along("rfft", x, axis, n, norm)
 
 
 @in_float32
-def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default).
 
     >>> mt.fft.irfft(mt.asarray([4.0, 0.0, 0.0]))
     Array([1., 1., 1., 1.], dtype=float64)
     """
-    x = _floating("irfft", x, norm)
+    x, norm = _floating("irfft", x, norm)
     axis = shape_rules.one_axis("irfft", axis, x.ndim)
     return _irfft_along("irfft", x, axis, n, norm)
 
 
 @composite("rfftn")
 def rfftn(
-    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str | None = "backward"
 ) -> Array:
     """:func:`rfft` along the last of the axes, :func:`fftn` along the others.
 
     >>> mt.fft.rfftn(mt.ones((2, 4))).shape
     (2, 3)
     """
-    x = _real("rfftn", _floating("rfftn", x, norm))
+    x, norm = _floating("rfftn", x, norm)
+    x = _real("rfftn", x)
     pairs = _axes("rfftn", x, s, axes)
     if not pairs:
         raise ShapeError("[rfftn] needs at least one axis")
@@ -229,14 +231,14 @@ def rfftn(
 
 @composite("irfftn")
 def irfftn(
-    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str | None = "backward"
 ) -> Array:
     """Inverse of :func:`rfftn`.
 
     >>> mt.fft.irfftn(mt.fft.rfftn(mt.ones((2, 4)))).shape
     (2, 4)
     """
-    x = _floating("irfftn", x, norm)
+    x, norm = _floating("irfftn", x, norm)
     pairs = _axes("irfftn", x, s, axes)
     if not pairs:
         raise ShapeError("[irfftn] needs at least one axis")
@@ -246,25 +248,25 @@ def irfftn(
 
 @composite("hfft")
 @in_float32
-def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers.
 
     >>> mt.fft.hfft(mt.asarray([1.0, 2.0, 1.0]), n=4)
     Array([ 6.,  0., -2.,  0.], dtype=float64)
     """
-    x = _floating("hfft", x, norm)
+    x, norm = _floating("hfft", x, norm)
     axis = shape_rules.one_axis("hfft", axis, x.ndim)
     return _irfft_along("hfft", conj(x), axis, n, SWAPPED[norm])
 
 
 @composite("ihfft")
-def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str | None = "backward") -> Array:
     """Inverse of :func:`hfft`.
 
     >>> mt.fft.ihfft(mt.asarray([1.0, 1.0, 1.0, 1.0]))
     Array([1.-0.j, 0.-0.j, 0.-0.j], dtype=complex128)
     """
-    x = _floating("ihfft", x, norm)
+    x, norm = _floating("ihfft", x, norm)
     axis = shape_rules.one_axis("ihfft", axis, x.ndim)
     return conj(_rfft_along("ihfft", x, axis, n, SWAPPED[norm]))
 
@@ -274,7 +276,7 @@ def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
 
 def _of_two(name: str, several: Callable[..., Array], shown: str) -> Callable[..., Array]:
     def fn(
-        x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1), norm: str = "backward"
+        x: Any, /, *, s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1), norm: str | None = "backward"
     ) -> Array:
         return several(x, s=s, axes=axes, norm=norm)
 

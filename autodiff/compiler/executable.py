@@ -19,7 +19,7 @@ import numpy as np
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
 from ...arrays.core.dispatch import Deferred
-from ...arrays.core.dtypes import float32, float64
+from ...arrays.core.dtypes import float32, float64, numpy_form
 from ...arrays.core.errors import FOREIGN_ERRORS, type_of_ours
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program, last_uses
@@ -103,6 +103,8 @@ def local_executable(
                     fn = _within(fn, places_taken)
         else:
             fn, single, into = part.op.bind(xp), part.op.nout == 1, None
+            if xp is np:
+                fn = numpy_form(fn, program.avals[part.outputs[0]].dtype)
             if not thin.isdisjoint(v for v in part.inputs if isinstance(v, int)):
                 mine = [v in owned and v in free and part.inputs.count(v) == 1 for v in part.inputs]
                 mine = [m and _is_written(part, i) for i, m in enumerate(mine)]

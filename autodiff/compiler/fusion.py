@@ -20,6 +20,7 @@ import numpy as np
 
 from ...arrays.backends.memory_pool import fresh
 from ...arrays.backends.threads import SMALLEST_SHARED, share
+from ...arrays.core.dtypes import numpy_form
 from ...arrays.core.program import Entry, FusedRun, Program
 from ...arrays.core.shape_rules import elementwise
 from ...arrays.native.chains import ChainCall, run_of, takes
@@ -284,9 +285,10 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[np.ndarr
             args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a) for a in p.reads)
             steps.append(_RunStep(p, args, tuple(map(target, p.writes))))
         else:
-            fn = p.op.numpy
+            fn = numpy_form(p.op.numpy, program.avals[p.outputs[0]].dtype)
             args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a.value) for a in p.inputs)
-            steps.append(_FusionStep(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0]), (p,)))
+            writes = isinstance(p.op.numpy, np.ufunc)
+            steps.append(_FusionStep(fn, writes, args, dict(p.params), target(p.outputs[0]), (p,)))
         # Released after this piece's own targets are chosen: no ufunc writes where it still reads other elements from.
         free.extend(slot_of[a] for a in dict.fromkeys(reads[i]) if last_read[a] == i and slot_of[a] >= first_scratch)
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)

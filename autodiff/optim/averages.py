@@ -15,11 +15,11 @@ from ...arrays.core.errors import ArgumentError
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import where
 from ..tape.tape import is_differentiable
-from .parameters import batched, check, check_shape, counter, wide
+from .parameters import Recipe, batched, check, check_shape, counter, recorded, wide
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(Recipe):
     """Three pure functions: ``init(params)``, ``update(params, state, loss=None)`` and ``value(state, like)``."""
 
     init: Callable[[Any], Any]
@@ -27,6 +27,7 @@ class Average:
     value: Callable[[Any, Any], Any]
 
 
+@recorded
 def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> Average:
     """Exponential moving average of parameters: ``mean = decay * mean + (1 - decay) * params``.
 

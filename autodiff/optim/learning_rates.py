@@ -1,12 +1,13 @@
 """Learning rates: pure functions of the number of steps done so far, re-exported by ``mt.optim``.
 
-They are written without ``if`` on arrays, so that a compiled step is traced once.
+They are written without ``if`` on arrays, so that a compiled step is traced once, and can be pickled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,11 @@ def constant(lr: float) -> Callable[[Array], Array]:
     0.1
     """
     check("constant", lr=lr)
-    return lambda step: ones_like(asarray(step), dtype=np.float64) * lr
+    return partial(_constant, lr)
+
+
+def _constant(lr: float, step: Array) -> Array:
+    return ones_like(asarray(step), dtype=np.float64) * lr
 
 
 def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
@@ -42,7 +47,11 @@ def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
     [1.0, 0.75, 0.0, 0.0]
     """
     check("linear", start=start, end=end, steps=steps)
-    return lambda step: start + (end - start) * _progress(step, steps)
+    return partial(_linear, start, end, steps)
+
+
+def _linear(start: float, end: float, steps: int, step: Array) -> Array:
+    return start + (end - start) * _progress(step, steps)
 
 
 def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
@@ -52,7 +61,11 @@ def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
     [1.0, 0.5, 0.0, 0.0]
     """
     check("cosine", lr=lr, steps=steps, end=end)
-    return lambda step: end + (lr - end) * (0.5 * (1.0 + cos(math.pi * _progress(step, steps))))
+    return partial(_cosine, lr, steps, end)
+
+
+def _cosine(lr: float, steps: int, end: float, step: Array) -> Array:
+    return end + (lr - end) * (0.5 * (1.0 + cos(math.pi * _progress(step, steps))))
 
 
 def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Array]:
@@ -63,7 +76,11 @@ def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Ar
     """
     check("exponential", lr=lr, decay=decay)
     check("exponential", least=1, every=every)
-    return lambda step: lr * decay ** (asarray(step) // every).astype(np.float64)
+    return partial(_exponential, lr, decay, every)
+
+
+def _exponential(lr: float, decay: float, every: int, step: Array) -> Array:
+    return lr * decay ** (asarray(step) // every).astype(np.float64)
 
 
 def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
@@ -72,7 +89,8 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     >>> [float(mt.optim.warmup_linear(1.0, 2, 6)(mt.asarray(i))) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _warmup("warmup_linear", peak, warmup, total, lambda steps: linear(peak, end, steps))
+    _check_warmup("warmup_linear", peak, warmup, total)
+    return partial(_warmup, peak, warmup, linear(peak, end, total - warmup))
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
@@ -81,18 +99,15 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     >>> [round(float(mt.optim.warmup_cosine(1.0, 2, 6)(mt.asarray(i))), 6) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _warmup("warmup_cosine", peak, warmup, total, lambda steps: cosine(peak, steps, end))
+    _check_warmup("warmup_cosine", peak, warmup, total)
+    return partial(_warmup, peak, warmup, cosine(peak, total - warmup, end))
 
 
-def _warmup(
-    name: str, peak: float, warmup: int, total: int, decay: Callable[[int], Callable[[Array], Array]]
-) -> Callable[[Array], Array]:
+def _check_warmup(name: str, peak: float, warmup: int, total: int) -> None:
     check(name, peak=peak, total=total)
     check(name, most=total, warmup=warmup)
-    after = decay(total - warmup)
 
-    def schedule(step: Array) -> Array:
-        step = asarray(step)
-        return where(step < warmup, peak * _progress(step, warmup), after(step - warmup))
 
-    return schedule
+def _warmup(peak: float, warmup: int, after: Callable[[Array], Array], step: Array) -> Array:
+    step = asarray(step)
+    return where(step < warmup, peak * _progress(step, warmup), after(step - warmup))

@@ -42,12 +42,13 @@ from ...arrays.ops.elementwise import sqrt
 from .averages import Average, ema
 from .clipping import clip_by_global_norm, clip_by_value, global_norm
 from .learning_rates import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
-from .parameters import batched, check, check_shape, counter, is_small, leaves_of, trains, wide
+from .parameters import Recipe, batched, check, check_shape, counter, is_small, leaves_of, recorded, trains, wide
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """A pair of pure functions over trees.
+class Optimizer(Recipe):
+    """A pair of pure functions over trees. One of a function of ``mt.optim`` can be pickled, with a schedule of
+    ``mt.optim``, too.
 
     Attributes
     ----------
@@ -100,7 +101,7 @@ def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callabl
                 f"[{name}] the state must hold {', '.join(('step', *slots))}, it holds {held}: use init(params)"
             )
         # A schedule of the user's may look at values: it runs outside of what is compiled.
-        theirs = callable(lr) and getattr(lr, "__module__", "") != constant.__module__
+        theirs = callable(lr) and getattr(getattr(lr, "func", lr), "__module__", "") != constant.__module__
         return run(params, grads, state, *([lr(state["step"])] if theirs else ()))
 
     @batched
@@ -161,6 +162,7 @@ def masters(params: Any, state: Any) -> Any:
 # ----- optimizers -----------------------------------------------------------------------------------------------------
 
 
+@recorded
 def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
     """Stochastic gradient descent: ``v = momentum * v + g``, then ``p -= lr * v``.
 
@@ -215,6 +217,7 @@ def momentum(lr: Schedule, beta: float = 0.9, *, nesterov: bool = False, weight_
     return sgd(lr, momentum=beta, nesterov=nesterov, weight_decay=weight_decay)
 
 
+@recorded
 def adam(
     lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> Optimizer:
@@ -243,6 +246,7 @@ def adam(
     return _adam("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
 
 
+@recorded
 def adamw(
     lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer:
@@ -258,6 +262,7 @@ def adamw(
     return _adam("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
 
 
+@recorded
 def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     r""":func:`adam` that moves nothing where the gradient is zero: neither the parameter nor its two means.
 
@@ -322,6 +327,7 @@ def _adam(
     return _optimizer(name, ("mean", "square"), lr, prepare)
 
 
+@recorded
 def chain(*stages: Any) -> Optimizer:
     """The last stage, an optimizer, fed with gradients that went through the stages before it, functions of the
     gradients.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from ...arrays.ops.creation import asarray
 from ..compiler.compile import compile
 from ..tape.hidden import hides_arrays, is_foreign, refuse_foreign, refuse_hidden
 from ..tape.tape import is_differentiable
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def is_none(x: Any) -> bool:
@@ -53,6 +57,30 @@ def _on_a_gpu(tree: Any) -> bool:
         type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda"
         for x in trees.flatten(tree)[0]
     )
+
+
+class Recipe:
+    """Mixin of frozen classes of functions: what a maker under :func:`recorded` gave is pickled as the call of it."""
+
+    _call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __reduce__(self) -> Any:
+        if self._call is None:  # made by hand, of functions that may be pickled or not
+            return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        make, args, options = self._call
+        return functools.partial(make, *args, **options), ()
+
+
+def recorded(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a public function that gives a :class:`Recipe`."""
+
+    @functools.wraps(make)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        made = make(*args, **options)
+        object.__setattr__(made, "_call", (call, args, options))
+        return made
+
+    return call
 
 
 def trains(x: Any) -> bool:

@@ -87,9 +87,18 @@ def _sign(xp, g, x, ans):
 
 defvjp(ew.SIGN, x=_sign)
 defanalytic(ew.RECIPROCAL, x=lambda xp, g, ans: -g * (ans * ans))
+defvjp_of_short(ew.RECIPROCAL, x=lambda xp, g, x: -(g / x) / x)
 defanalytic(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * x)
 defanalytic(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / ans)
-defvjp(ew.CBRT, x=lambda xp, g, ans: g / (3.0 * ans * ans))
+defvjp_of_short(ew.SQRT, x=lambda xp, g, x: 0.5 * g / xp.sqrt(x))
+
+
+def _cube_root(xp, g, ans):
+    return g / (3.0 * ans * ans)
+
+
+defvjp(ew.CBRT, x=_cube_root)
+defvjp_of_short(ew.CBRT, x=lambda xp, g, x: _cube_root(xp, g, xp.cbrt(x)))
 
 
 def _cosine(xp, g, x, ans):
@@ -103,25 +112,37 @@ defvjp(ew.HYPOT, x=_cosine, y=lambda xp, g, y, ans: _cosine(xp, g, y, ans))
 # The slope at NaN is NaN, which `ans` is wherever an operand of the first two is.
 
 
+def _where(xp, condition, x, y):
+    return call(xp, ew.WHERE, condition, x, y)
+
+
+def _chosen(xp, g, chosen, tie, ans):
+    out = _where(xp, chosen, g, 0.0)
+    if xp is not np or tie.any():
+        out = _where(xp, tie, 0.5 * g, out)
+    nan = ans != ans
+    return _where(xp, nan, ans, out) if xp is not np or nan.any() else out
+
+
 def _greater(xp, g, x, y, ans):
-    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x > y, g, 0.0)), ans)
+    return _chosen(xp, g, x > y, x == y, ans)
 
 
 def _less(xp, g, x, y, ans):
-    return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)), ans)
+    return _chosen(xp, g, x < y, x == y, ans)
 
 
 defvjp(ew.MAXIMUM, x=_greater, y=_less)
 defvjp(ew.MINIMUM, x=_less, y=_greater)
 defvjp(
     ew.FMAX,
-    x=lambda xp, g, x, y: xp.where((x >= y) | (y != y), g, 0.0),
-    y=lambda xp, g, x, y: xp.where((x >= y) | (y != y), 0.0, g),
+    x=lambda xp, g, x, y: _where(xp, (x >= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: _where(xp, (x >= y) | (y != y), 0.0, g),
 )
 defvjp(
     ew.FMIN,
-    x=lambda xp, g, x, y: xp.where((x <= y) | (y != y), g, 0.0),
-    y=lambda xp, g, x, y: xp.where((x <= y) | (y != y), 0.0, g),
+    x=lambda xp, g, x, y: _where(xp, (x <= y) | (y != y), g, 0.0),
+    y=lambda xp, g, x, y: _where(xp, (x <= y) | (y != y), 0.0, g),
 )
 
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
@@ -129,10 +150,11 @@ defvjp(
 defanalytic(ew.EXP, x=lambda xp, g, ans: g * ans)
 defanalytic(ew.EXPM1, x=lambda xp, g, x: g * xp.exp(x))  # `ans + 1` has lost the digits of a small slope
 defanalytic(ew.EXP2, x=lambda xp, g, ans: g * (ans * math.log(2)))
+defvjp_of_short(ew.EXP2, x=lambda xp, g, x: g * (xp.exp2(x - 1.0) * math.log(4)))  # finite where the power is not
 defanalytic(ew.LOG, x=lambda xp, g, x: g / x)
 defanalytic(ew.LOG1P, x=lambda xp, g, x: g / (x + 1.0))
-defanalytic(ew.LOG2, x=lambda xp, g, x: g / (x * math.log(2)))
-defanalytic(ew.LOG10, x=lambda xp, g, x: g / (x * math.log(10)))
+defanalytic(ew.LOG2, x=lambda xp, g, x: g / math.log(2) / x)  # in this order: products of the largest x overflow
+defanalytic(ew.LOG10, x=lambda xp, g, x: g / math.log(10) / x)
 
 
 def _share(xp, g, x, y, difference):
@@ -153,6 +175,7 @@ defvjp(
 defanalytic(ew.SIN, x=lambda xp, g, x: g * xp.cos(x))
 defanalytic(ew.COS, x=lambda xp, g, x: -g * xp.sin(x))
 defanalytic(ew.TAN, x=lambda xp, g, ans: g * (1.0 + ans * ans))
+defvjp_of_short(ew.TAN, x=lambda xp, g, x: g / xp.square(xp.cos(x)))
 # The factors of 1 - x² are exact near 1, where the square is rounded to the digits of 1.
 defanalytic(ew.ASIN, x=lambda xp, g, x: g / xp.sqrt((1.0 - x) * (1.0 + x)))
 defanalytic(ew.ACOS, x=lambda xp, g, x: -g / xp.sqrt((1.0 - x) * (1.0 + x)))
@@ -170,7 +193,14 @@ defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
 defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * ((1.0 - ans) * (1.0 + ans))))
 defvjp_of_short(ew.TANH, x=lambda xp, g, x: g * (4.0 * _bell(xp, 2.0 * x)))
-defanalytic(ew.ASINH, x=lambda xp, g, x: g / xp.sqrt(x * x + 1.0))
+
+
+def _asinh(xp, g, x):
+    # The square of a large number would overflow.
+    return g / (xp.sqrt(x * x + 1.0) if x.dtype.kind == "c" else xp.hypot(x, 1.0))
+
+
+defanalytic(ew.ASINH, x=_asinh)
 defanalytic(ew.ACOSH, x=lambda xp, g, x: g / (xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
 defanalytic(ew.ATANH, x=lambda xp, g, x: g / ((1.0 - x) * (1.0 + x)))
 

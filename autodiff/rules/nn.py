@@ -151,6 +151,19 @@ defvjp_all(layer_norm.ADD_RMS_NORM, _of_sum(layer_norm.RMS_NORM_BACKWARD), parti
 defvjp_all(group_norm.GROUP_NORM, _group_norm)
 defvjp_all(batch_norm.BATCH_NORM, _batch_norm)
 
+
+def _inference(xp, g, x, mean, var, weight, axis, eps):
+    wide, along = batch_norm.sums_along_deviations(xp, g, x, mean, axis)
+    w, v = (p.astype(wide.dtype, copy=False) for p in (weight, var))
+    inverse = (v + eps) ** -0.5
+    scale, of_weight = w * inverse, along * inverse
+    total = xp.sum(wide, axis=batch_norm.other_axes(g.ndim, axis))
+    dx = wide * batch_norm.shaped(scale, g.ndim, axis)
+    return dx, -scale * total, -0.5 * scale * inverse * of_weight, of_weight, total
+
+
+defvjp_all(batch_norm.BATCH_NORM_INFERENCE, _inference)
+
 # ----- dropout and experts --------------------------------------------------------------------------------------------
 
 

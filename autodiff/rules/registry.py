@@ -36,7 +36,7 @@ import numpy as np
 from ... import arrays
 from ...arrays.chains.chains import as_one_launch
 from ...arrays.core.dispatch import SCALARS, apply
-from ...arrays.core.dtypes import HALF, float32
+from ...arrays.core.dtypes import HALF, float32, numpy_form
 from ...arrays.core.op import NO_PARAMS, Op
 
 
@@ -149,7 +149,8 @@ def conj(xp: Any, x: Any) -> Any:
 def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     """An op of ours inside a rule: run on raw buffers, or applied to Arrays."""
     if xp is np:
-        return op.numpy(*args, **params)
+        fn = numpy_form(op.numpy, args[0].dtype) if hasattr(args[0], "dtype") else op.numpy
+        return fn(*args, **params)
     if xp.__name__ == "cupy":
         return op.bind(xp)(*args, **params)
     return apply(op, args, params)

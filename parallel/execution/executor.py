@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.backends.memory_pool import SMALLEST, is_free, room
-from ...arrays.core.dtypes import is_low_precision
+from ...arrays.core.dtypes import is_low_precision, numpy_form
 from ...arrays.core.errors import FOREIGN_ERRORS, MeshtapeError, RankLost, type_of_ours
 from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.indexing import sparse_cotangent
@@ -195,6 +195,8 @@ class Prepared:
             room = None
         elif not isinstance(fn, np.ufunc):  # a product reads its operands again and again
             dying = ()
+        if self.memory.xp is np:
+            fn = numpy_form(fn, p.avals[s.outputs[0]].dtype)
         keeps = not self._thin.isdisjoint(s.outputs)
         origin = s.origin or s.op.name
         return PreparedLocal(fn, args, params, s.outputs, fills, origin, s.site, room, dying, sparse, keeps)

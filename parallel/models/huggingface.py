@@ -56,7 +56,7 @@ WHY = {
     "head_dim": "its heads are not hidden_size / num_attention_heads long",
     "hidden_act": "its hidden units have another activation",
     "is_decoder": "its attention looks at what came before alone",
-    "layer_types": "its blocks are of several kinds",
+    "layer_types": "its blocks are of several kinds; only 'full_attention' for each is honoured",
     "mlp_bias": "its feed-forward parts have biases",
     "model_type": "it is of another family",
     "position_embedding_type": "its positions are not learned, absolute ones",
@@ -138,6 +138,8 @@ def read(
             continue
         if name in ("rope_scaling", "rope_parameters", "sliding_window") and "rope_theta" in found:
             continue
+        if name == "layer_types" and value == ["full_attention"] * _whole(found.get("num_hidden_layers")):
+            continue
         if name in family.only:
             # (1 is True to Python, and 0 False: they are other values here.)
             if not any(value == v and type(value) is type(v) for v in family.only[name]):
@@ -162,6 +164,10 @@ def read(
             f"{path} describes a model that {family.model} would compute wrongly, or not at all:\n" + "\n".join(lines)
         )
     return found
+
+
+def _whole(count: Any) -> int:
+    return count if isinstance(count, int) else 0
 
 
 def _check_window(given: Mapping[str, Any], found: Mapping[str, Any], wrong: dict[str, str]) -> None:

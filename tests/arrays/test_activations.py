@@ -58,8 +58,11 @@ def test_parameters_of_activations():
     np.testing.assert_allclose(mt.nn.glu(x, axis=0), X[:2] * special.expit(X[2:]))
     with pytest.raises(mt.errors.ShapeError, match=r"axis -1 is cut in halves, and its length 3 is odd"):
         mt.nn.glu(mt.ones((2, 3)))
-    with pytest.raises(ValueError, match="beta must be positive"):
-        mt.nn.softplus(x, beta=0.0)
+    for beta in (0.0, -1.0, np.nan):
+        with pytest.raises(mt.errors.ArgumentError, match="beta must be positive"):
+            mt.nn.softplus(x, beta=beta)
+    with pytest.raises(mt.errors.ArgumentError, match="alpha must not be 0"):
+        mt.nn.celu(x, alpha=0)
 
 
 CURVES = {

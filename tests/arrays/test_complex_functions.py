@@ -70,6 +70,13 @@ TABLE: dict[str, list[Row]] = {
             lambda x, w, b: correlated(x, w) + b[:, None, None],
         ),
     ],
+    "conv_transpose": [
+        (
+            nn.conv_transpose,
+            (SIGNAL, KERNEL1.swapaxes(0, 1)),
+            lambda x, w: correlated(np.pad(x, ((0, 0), (0, 0), (1, 1))), w.swapaxes(0, 1)[..., ::-1]),
+        )
+    ],
     "cosine_similarity": [
         (lambda x: nn.cosine_similarity(x, x), (Z,), "refused"),
         (lambda x: nn.cosine_similarity(mt.ones(6), x), (Z,), "refused"),

@@ -11,7 +11,7 @@ import scipy  # whose parts are imported where they are used
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import ArgumentError, DTypeError, ShapeError
 from meshtape.arrays.nn import convolution
 
 rng = np.random.default_rng(11)
@@ -130,3 +130,70 @@ def test_pooling_is_its_definition(size, stride, padding):
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def grid(*shape):
+    return ((np.arange(np.prod(shape)) * 7 + 3) % 11 - 5.0).reshape(shape)
+
+
+# Of torch 2.13: `y = conv_transposeNd(x, w, b, **how)` of such grids, and the gradients of `(y * grid(*y.shape)).sum()`.
+TRANSPOSED = [
+    ((1, 2, 3), (2, 1, 3), {'stride': 2}, (1, 1, 7), [11, -24, -26, 39, 1, 3, -1], [30, -13, -12, 26, -15, -12], [13, -25, 14, 10, -27, 13], [1]),
+    ((2, 2, 3), (2, 2, 2), {'stride': 3, 'padding': 1, 'output_padding': 2}, (2, 2, 8), [-12, -2, 4, 23, -2, -4, 3, -2, 2, 5, -6, 2, 5, 6, 2, 5, -22, -2, 0, 13, -2, -8, -7, -2, 2, 5, 0, 2, 5, 12, 2, 5], [-7, -9, -10, -3, -10, -13, -3, -7, -8, 3, -4, -7], [12, -16, 20, -14, 6, -4, 10, -8], [2, -4]),
+    ((1, 4, 2, 3), (4, 1, 3, 2), {'stride': (2, 1), 'padding': (1, 0), 'output_padding': (1, 0), 'dilation': (1, 2), 'groups': 2}, (1, 2, 4, 5), [0, 0, 26, -32, 0, 8, 8, -14, 18, -6, 0, 0, 34, -24, 8, -24, 18, 4, -6, 2, -25, 7, 65, 7, -17, 25, 1, 7, -2, -17, -17, 15, 12, 1, -1, 1, 9, -11, -5, 46], [-5, -2, 1, 18, -2, -33, -9, 4, -5, -2, 4, -23, 7, 30, -2, -20, 23, 33, 27, -28, 27, 18, 43, -31], [-16, -13, 16, -24, -29, 8, -14, -7, -2, -34, -27, 18, -12, -12, -29, -20, -23, 19, -14, 23, 11, 17, 15, -23], [3, -2]),
+    ((1, 2, 2, 2, 1), (2, 1, 1, 2, 3), {'stride': 1, 'padding': (0, 1, 0)}, (1, 1, 2, 1, 3), [-26, 23, -5, 9, -12, 0], [26, 30, 25, 26, 18, 22, 23, 24], [-1, 13, 5, 1, -6, -2, -9, 12, 0, 4, 4, 4], [5]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("image", "kernel", "how", "shape", "y", "gx", "gw", "gb"), TRANSPOSED)
+def test_conv_transpose_is_torchs(image, kernel, how, shape, y, gx, gw, gb):
+    x, w, b = grid(*image), grid(*kernel), grid(kernel[1] * how.get("groups", 1))
+    for run in (lambda f: f, meshtape.compile):
+        got, pull = meshtape.vjp(run(lambda *a: mt.nn.conv_transpose(*a, **how)), *map(mt.asarray, (x, w, b)))
+        assert got.shape == shape
+        for a, want in zip((got, *pull(mt.asarray(grid(*shape)))), (y, gx, gw, gb), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).ravel(), want)
+
+
+def test_conv_transpose_is_the_adjoint_of_a_convolution_split_or_not():
+    how = {"stride": (2, 3), "padding": (1, 0), "dilation": (2, 1)}
+    x, w = rng.normal(size=(4, 3, 5, 4)), rng.normal(size=(3, 2, 3, 2))
+    y = mt.nn.conv_transpose(mt.asarray(x), mt.asarray(w), output_padding=(1, 2), **how)
+    z = rng.normal(size=y.shape)
+    back = mt.nn.conv2d(mt.asarray(z), mt.asarray(w), **how)
+    np.testing.assert_allclose(float(mt.sum(y * z)), float(mt.sum(back * x)), rtol=1e-12)
+    meshtape.check_grads(lambda x, w: mt.nn.conv_transpose(x, w, **how), mt.asarray(x), mt.asarray(w), order=2)
+    split = meshtape.distribute(x, meshtape.Mesh({"m": 2}), m=meshtape.Shard(0))
+    np.testing.assert_allclose(mt.nn.conv_transpose(split, w, output_padding=(1, 2), **how), y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dilation"), [((3, 2), (1, 0), (1, 2)), ((1, 1), 0, 1), ((2, 3), (2, 3), 1)]
+)
+def test_the_gradient_of_an_image_is_the_adjoint(kernel, padding, dilation, groups, stride):
+    """Of few kernels and of many, whose patches are read or added to."""
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    for kernels in (4, 16):
+        x, w = rng.normal(size=(2, 4, 6, 7)), rng.normal(size=(kernels, 4 // groups, *kernel))
+        y, pull = meshtape.vjp(lambda x: mt.nn.conv2d(x, w, **how), mt.asarray(x))  # noqa: B023
+        g = rng.normal(size=y.shape)
+        np.testing.assert_allclose(float(mt.sum(y * g)), float(mt.sum(pull(mt.asarray(g))[0] * x)), rtol=1e-10)
+
+
+def test_conv_transpose_refuses_what_has_no_meaning():
+    x, w = mt.ones((1, 2, 4)), mt.ones((2, 3, 2))
+    for args, how, error, said in (
+        ((x, w[:1]), {}, ShapeError, "has the channels of weight"),
+        ((x, w), {"groups": 3}, ShapeError, r"3 group\(s\) divide"),
+        ((x[0], w), {}, ShapeError, "dimensions"),
+        ((x[0], w[0]), {}, ShapeError, "dimensions"),
+        ((x, w), {"padding": 3}, ShapeError, "would give an image of shape"),
+        ((x, w, mt.ones(2)), {}, ShapeError, r"bias has shape \(2,\), expected \(3,\)"),
+        ((x, w), {"stride": 2, "output_padding": 2}, ArgumentError, "must be less than stride"),
+        ((x, w), {"padding": "same"}, ArgumentError, "padding must be an integer"),
+        ((x.astype(mt.int64), w), {}, DTypeError, "must be floating"),
+    ):
+        with pytest.raises(error, match=said):
+            mt.nn.conv_transpose(*args, **how)

@@ -6,12 +6,13 @@ import copy
 import importlib.util
 import pickle
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from meshtape import arrays as mt
-from meshtape.arrays.core.devices import Device
+from meshtape.arrays.core.devices import Device, use_device
 from meshtape.arrays.core.errors import BackendError, DeviceError
 
 NO_CUPY = importlib.util.find_spec("cupy") is None
@@ -43,7 +44,7 @@ def test_unknown_devices(bad):
 def test_default_device_is_of_the_thread():
     assert mt.default_device() is mt.device("cpu")
     seen = []
-    with mt.use_device("cuda:3") as d:
+    with use_device("cuda:3") as d:  # which does not ask whether there is one
         assert mt.default_device() is d
         t = threading.Thread(target=lambda: seen.append(mt.default_device()))
         t.start()
@@ -53,7 +54,7 @@ def test_default_device_is_of_the_thread():
         assert mt.default_device() is d
     assert seen == [mt.device("cpu")]
     assert str(mt.default_device()) == "cpu"
-    with pytest.raises(RuntimeError, match="inside"), mt.use_device("cuda:3"):
+    with pytest.raises(RuntimeError, match="inside"), use_device("cuda:3"):
         raise RuntimeError("inside")
     assert str(mt.default_device()) == "cpu"
 
@@ -77,9 +78,20 @@ def test_without_cupy_a_cuda_array_says_how_to_get_it():
     ):
         with pytest.raises(BackendError, match=r"pip install.*cuda"):
             make()
-    with mt.use_device("cuda:0"), pytest.raises(BackendError):
-        mt.zeros(2)
     assert mt.devices() == [mt.device("cpu")]
+
+
+@pytest.mark.skipif(mt.devices() != [mt.device("cpu")], reason="there is a GPU: tests/gpu covers this")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", mt.device("cuda:3")])
+def test_a_default_device_that_is_not_there_is_refused_at_once(name: Any) -> None:
+    with pytest.raises(BackendError) as of_array:
+        mt.zeros(2, device=name)
+    with pytest.raises(BackendError) as at_once:
+        mt.use_device(name)  # before any block is entered
+    assert str(at_once.value) == str(of_array.value)
+    assert mt.default_device() is mt.device("cpu")
+    with pytest.raises(DeviceError, match="unknown device"):
+        mt.use_device("gpu")
 
 
 class _Far(np.ndarray):

@@ -9,7 +9,7 @@ from meshtape import arrays as mt
 from meshtape.arrays.core.errors import DTypeError
 
 rng = np.random.default_rng(6)
-NORMS = ["backward", "ortho", "forward"]
+NORMS = ["backward", "ortho", "forward", None]
 
 
 @pytest.mark.parametrize("norm", NORMS)

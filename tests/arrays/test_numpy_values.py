@@ -80,6 +80,10 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("nanprod", (a([INF + 1j, NAN, 2]),), {}),
     ("inner", (a([INF + 1j, 2]), a([1j, 1])), {}),
     ("tensordot", (a([INF + 1j, 2]), a([1j, 1]), 1), {}),
+    ("cross", (a([[1.0, 2, 0]]), a([1.0, 1, 2])), {"axis": None}),
+    ("polyint", (a([6.0, 2]),), {"m": 2, "k": [3.0, 4]}),
+    ("polyint", (a([6.0, 2]),), {"m": 2, "k": 3.0}),
+    ("polyint", (a([6.0, 2]),), {"k": None}),
     ("cross", (a([INF + 1j, 2, 0]), a([1j, 1, 2])), {}),
     # Fewer observations than are taken off.
     *((n, (a([1.0, 2.0]),), {"ddof": d}) for n in ("var", "std", "nanvar", "nanstd", "cov") for d in (1, 2, 3)),

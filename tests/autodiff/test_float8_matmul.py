@@ -177,12 +177,34 @@ def test_bad_input() -> None:
         ((x, y[0]), {}, mt.errors.ShapeError, "matrices or stacks"),
         ((x, x), {}, mt.errors.ShapeError, "contracted lengths differ"),
         ((x, y, np.ones(2)), {}, mt.errors.ShapeError, "x_scale is one number"),
+        *(
+            ((x, y), {which: scale}, mt.errors.ArgumentError, f"{which} must be a normal number of float32")
+            for which in ("x_scale", "y_scale")
+            for scale in (0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, 1e39, np.float32(0), np.asarray(np.nan))
+        ),
         ((x, y), {"x_dtype": "float16"}, mt.errors.DTypeError, "takes float8_e4m3fn and float8_e5m2, got float16"),
         ((x, y), {"dtype": "float64"}, mt.errors.DTypeError, "the result is float32, float16 or bfloat16"),
         ((x, y), {"dtype": E4}, mt.errors.DTypeError, "the result is"),
     ):
         with pytest.raises(error, match=said):
             mt.nn.float8_matmul(*args, **kwargs)
+
+
+def test_the_sign_of_a_scale_cancels_where_it_divides_and_counts_where_it_multiplies() -> None:
+    x, y = numbers(4, 8, seed=1, dtype=np.float32), numbers(8, 3, seed=2, dtype=np.float32)
+
+    def found(*scales: float) -> list[np.ndarray]:
+        out, pull = mt.vjp(lambda x, y: mt.nn.float8_matmul(x, y, *scales), x, y)
+        return [a.numpy() for a in (out, *pull(mt.ones_like(out)))]
+
+    for scales in ((-0.25, 0.5), (0.25, -0.5), (-0.25, -0.5)):
+        for got, want in zip(found(*scales), found(0.25, 0.5), strict=True):
+            np.testing.assert_array_equal(got, want)
+    stored = x.astype(E4)
+    for scale in (-0.5, 0.0):
+        plain = np.float32(scale) * mt.nn.float8_matmul(stored, y).numpy()
+        np.testing.assert_array_equal(mt.nn.float8_matmul(stored, y, x_scale=scale), plain)
+    assert np.isnan(mt.nn.float8_matmul(x, y, x_scale=mt.asarray(np.float32(0))).numpy()).all()
 
 
 def test_a_network_learns_in_float8() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import itertools
 import json
 import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -415,3 +421,42 @@ def test_clipping_hides_no_norm_that_is_not_finite_and_takes_floats_alone() -> N
             mt.optim.clip_by_global_norm([mt.ones(1)], limit)
         with pytest.raises(mt.errors.ArgumentError, match="limit"):
             mt.optim.clip_by_value([mt.ones(1)], limit)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: mt.optim.sgd(0.1, momentum=0.9, nesterov=True),
+    "momentum": lambda: mt.optim.momentum(mt.optim.constant(0.1)),
+    "adam": lambda: mt.optim.adam(mt.optim.linear(0.1, 0.0, 5), weight_decay=0.1),
+    "adamw": lambda: mt.optim.adamw(mt.optim.warmup_cosine(0.1, 2, 6, end=0.01), b1=0.8),
+    "lazy_adam": lambda: mt.optim.lazy_adam(mt.optim.warmup_linear(0.1, 2, 6)),
+    "chain": lambda: mt.optim.chain(
+        functools.partial(mt.optim.clip_by_value, limit=0.5), mt.optim.adamw(mt.optim.exponential(0.1, 0.5))
+    ),
+    "cosine": lambda: mt.optim.sgd(mt.optim.cosine(0.1, 4)),
+}
+
+
+def three_steps(opt: Any) -> list[float]:
+    p = mt.asarray([1.0, -2.0])
+    state = opt.init(p)
+    for _ in range(3):
+        p, state = opt.update(p, p * p, state)
+    return p.tolist()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_and_schedules_are_pickled(name: str) -> None:
+    opt = OPTIMIZERS[name]()
+    for back in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt), pickle.loads(pickle.dumps(copy.copy(opt)))):
+        assert three_steps(back) == three_steps(opt)
+    changed = dataclasses.replace(opt, update=max)  # no longer what the function gave
+    assert pickle.loads(pickle.dumps(dataclasses.replace(changed, init=min))).update is max
+
+
+def test_averages_are_pickled() -> None:
+    avg = mt.optim.ema(0.5, interval=2)
+    state = avg.init(mt.asarray(1.0))
+    again = pickle.loads(pickle.dumps(avg))
+    for x in (2.0, 3.0):
+        state = again.update(mt.asarray(x), state)
+    assert float(state["mean"]) == 2.0

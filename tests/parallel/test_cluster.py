@@ -355,3 +355,12 @@ def test_a_setting_is_there_again_when_that_of_a_context_is_gone() -> None:
             assert number("timeouts.connect") == 2.0
         assert [number(f"timeouts.{k}") for k in ("connect", "silence")] == [10.0, 1.0]
     assert [number(f"timeouts.{k}") for k in ("connect", "silence")] == [10.0, 5.0]
+
+
+def test_an_optimizer_is_sent_to_a_worker(processes: Client) -> None:
+    def stepped(opt: Any) -> list[float]:
+        p = mt.asarray([1.0, -2.0])
+        return opt.update(p, p * p, opt.init(p))[0].tolist()
+
+    opt = mt.optim.adamw(mt.optim.cosine(0.1, 4), b1=0.8)
+    assert processes.submit(stepped, opt, pure=False).result(LIMIT) == stepped(opt)

@@ -127,6 +127,8 @@ def test_the_default_device_of_this_process_is_that_of_its_meshes(gpus):
     with gpus(1), mt.use_device("cuda"):
         assert repr(mt.Mesh({"a": 2})) == "Mesh(a=2) on cuda:0"
         assert repr(mt.Mesh({"a": 2}, device="cpu")) == "Mesh(a=2)"
+        with pytest.raises(errors.DeviceError, match=r"there is no cuda:1: this machine has 1 CUDA device"):
+            mt.use_device("cuda:1")
 
 
 def test_a_training_step_and_a_loop(mesh):

@@ -20,7 +20,7 @@ Slots of Python's classes are read at their offsets, as the interpreter does; `b
 
 static struct {
     PyTypeObject *array, *op, *tape, *plan;
-    PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *getframe; /* of dispatch.py, array.py and sys */
+    PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *of_short, *getframe; /* of dispatch.py, array.py and sys */
     PyObject *constant, *aval, *same, *give;                                                 /* of the tape */
     Py_ssize_t buf, id, numpy, nout, plans, nondifferentiable, records, live;
     Py_ssize_t saves, pick, keeps_result, rest, plain, partial, together, wanted, pulls, places;
@@ -260,7 +260,13 @@ static PyObject *invoke(PyObject *Py_UNUSED(module), PyObject *const *given, Py_
         return NULL;
     }
     PyObject *op = given[0], *args = given[1], *bufs = given[2], *params = count > 3 ? given[3] : on.no_params;
-    PyObject *fn = Py_NewRef(SLOT(op, on.numpy)), *out = NULL;
+    PyObject *fn = SLOT(op, on.numpy), *first = PySequence_Fast_GET_SIZE(bufs) ? PySequence_Fast_GET_ITEM(bufs, 0) : NULL, *out = NULL;
+    if (first && IS_ARRAY(first) && PyArray_TYPE((PyArrayObject *)first) >= NPY_HALF) { /* `numpy_form` */
+        PyObject *of_short = PyDict_GetItemWithError(on.of_short, fn);
+        if (!of_short && PyErr_Occurred()) return NULL;
+        fn = of_short ? of_short : fn;
+    }
+    Py_INCREF(fn);
     if (params != on.no_params) {
         PyObject *operands = PySequence_Tuple(bufs), *named = PyObject_CallOneArg((PyObject *)&PyDict_Type, params);
         if (operands && named) out = PyObject_Call(fn, operands, named);
@@ -443,8 +449,8 @@ PyDoc_STRVAR(bind_calls_doc, "The classes and functions of `dispatch`.");
 
 static PyObject *bind_calls(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *array, *op;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO", &array, &op, &on.state, &on.ids, &on.no_params, &on.explained, &on.results, &on.theirs,
-                          &on.call_site))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOO", &array, &op, &on.state, &on.ids, &on.no_params, &on.explained, &on.results, &on.theirs,
+                          &on.call_site, &on.of_short))
         return NULL;
     if ((on.buf = offset_of(array, "_buf")) < 0 || (on.id = offset_of(array, "_id")) < 0 || (on.numpy = offset_of(op, "numpy")) < 0 ||
         (on.nout = offset_of(op, "nout")) < 0 || (on.plans = offset_of(op, "plans")) < 0 ||

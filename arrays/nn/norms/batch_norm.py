@@ -26,11 +26,11 @@ from .group_norm import image, spread
 from .layer_norm import FAR, _wide, infer_affine, infer_affine_backward, parameter
 
 
-def _rest(ndim: int, axis: int) -> tuple[int, ...]:
+def other_axes(ndim: int, axis: int) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if i != axis)
 
 
-def _shaped(p: Any, ndim: int, axis: int) -> Any:
+def shaped(p: Any, ndim: int, axis: int) -> Any:
     return p.reshape(tuple(-1 if i == axis else 1 for i in range(ndim)))
 
 
@@ -41,18 +41,32 @@ def _blocks(xp: Any, x: Any) -> list[slice]:
     return [slice(i, i + step) for i in range(0, n, step)]
 
 
+def sums_along_deviations(xp: Any, g: Any, x: Any, mean: Any, axis: int) -> tuple[Any, Any]:
+    """``g`` in the dtype of its sums, and the sums by channel of ``g * (x - mean)``, of NumPy's buffers in blocks."""
+    g, x, mean = (a.astype(_wide(a.dtype), copy=False) for a in (g, x, mean))
+    center, axes = shaped(mean, x.ndim, axis), other_axes(x.ndim, axis)
+    if xp is not np:
+        return g, xp.sum(g * (x - center), axis=axes)
+    total = np.zeros(mean.shape, g.dtype)
+    for b in _blocks(xp, x):
+        d = x[b] - center
+        d *= g[b]
+        total += d.sum(axis=axes)
+    return g, total
+
+
 def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
     """Mean and biased variance of each channel, in the wide dtype, and the rounding error of the mean.
 
     All are zeros for an empty batch."""
     wide, channels = _wide(x.dtype), x.shape[axis]
     mean, var, rest = (xp.zeros(channels, wide) for _ in range(3))
-    count, axes = x.size // max(channels, 1), _rest(x.ndim, axis)
+    count, axes = x.size // max(channels, 1), other_axes(x.ndim, axis)
     if count:
         for b in _blocks(xp, x):
             mean += x[b].sum(axis=axes, dtype=wide)
         mean /= count
-        center = _shaped(mean, x.ndim, axis)
+        center = shaped(mean, x.ndim, axis)
         for b in _blocks(xp, x):
             d = x[b] - center
             d *= d
@@ -68,7 +82,7 @@ def _rest_of_mean(xp: Any, x: Any, mean: Any, var: Any, axis: int) -> Any:
     far, rest = xp.abs(mean) > FAR * xp.sqrt(var), xp.zeros_like(mean)
     if far.any():
         for b in _blocks(xp, x):
-            rest += (x[b] - _shaped(mean, x.ndim, axis)).sum(axis=_rest(x.ndim, axis))
+            rest += (x[b] - shaped(mean, x.ndim, axis)).sum(axis=other_axes(x.ndim, axis))
         rest = xp.where(far, rest / (x.size // x.shape[axis]), 0)
     return rest
 
@@ -76,7 +90,7 @@ def _rest_of_mean(xp: Any, x: Any, mean: Any, var: Any, axis: int) -> Any:
 def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype: np.dtype) -> Any:
     """``(x - mean) * scale + shift`` by channel."""
     out = xp.empty(x.shape, dtype)
-    m, s, t = (_shaped(p, x.ndim, axis) for p in (mean, scale, shift))
+    m, s, t = (shaped(p, x.ndim, axis) for p in (mean, scale, shift))
     for b in _blocks(xp, x):
         d = x[b] - m
         d *= s
@@ -122,14 +136,14 @@ def _backward(
     xp: Any, g: Any, g_mean: Any, g_var: Any, mean: Any, var: Any, x: Any, weight: Any, axis: int, eps: float
 ) -> Any:
     """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics ``mean`` and ``var``."""
-    wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
+    wide, axes = _wide(x.dtype), other_axes(x.ndim, axis)
     dw, db = xp.zeros(mean.shape, wide), xp.zeros(mean.shape, wide)
     count = x.size // max(x.shape[axis], 1)
     dx = xp.empty(x.shape, x.dtype)
     with np.errstate(all="ignore"):
         rest = _rest_of_mean(xp, x, mean, var, axis) if count else xp.zeros_like(mean)
         inverse = 1 / xp.sqrt(var + wide.type(eps))
-        center, n = (_shaped(p, x.ndim, axis) for p in (mean, inverse))
+        center, n = (shaped(p, x.ndim, axis) for p in (mean, inverse))
         for b in _blocks(xp, x) if count else ():
             gi = g[b].astype(wide, copy=False)
             db += gi.sum(axis=axes)
@@ -142,7 +156,7 @@ def _backward(
             scale = weight.astype(wide, copy=False) * inverse
             slope = (2 * g_var.astype(wide, copy=False) - scale * inverse * dw) / count
             level = (g_mean.astype(wide, copy=False) - scale * db) / count - slope * rest
-            s, t, scale = (_shaped(p, x.ndim, axis) for p in (slope, level, scale))
+            s, t, scale = (shaped(p, x.ndim, axis) for p in (slope, level, scale))
             for b in _blocks(xp, x):
                 d = x[b] - center
                 d *= s
@@ -156,7 +170,7 @@ def _decompose(
     x: Array, weight: Array, bias: Array, old_mean: Array, old_var: Array, axis: int, eps: float, momentum: Any
 ) -> tuple[Array, ...]:
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
-    w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
+    w, axes = astype(x, _wide(x.dtype), copy=False), other_axes(x.ndim, axis)
     # Sums over ranks are pending through linear steps. Zero ends that: what reads a statistic shares one sum.
     center = mean(w, axis=axes) + 0.0
     d = w - spread(center, x, axis)
@@ -176,7 +190,7 @@ def _decompose(
 def _decompose_backward(
     g: Array, g_mean: Array, g_var: Array, center: Array, var: Array, x: Array, weight: Array, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
+    wide, axes = _wide(x.dtype), other_axes(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))
     d = w - spread(center, x, axis)
     inverse = 1.0 / sqrt(spread(var, x, axis) + eps)

@@ -220,6 +220,10 @@ READ = {
         | {"rope_parameters": LLAMA_3_1["rope_scaling"] | {"rope_theta": 500000.0}},
         {"rope": de.RopeScaling(8.0, 1.0, 4.0, 8192.0), "theta": 5e5},
     ),
+    "layers of one type": (
+        LLAMA_2 | {"layer_types": ["full_attention"] * LLAMA_2["num_hidden_layers"]},
+        {"layers": 32},
+    ),
     "a wide window": (MISTRAL_1 | {"sliding_window": 32768}, {"max_length": 32768}),
 }
 
@@ -253,6 +257,12 @@ def test_what_a_config_leaves_out_is_hugging_faces_default(file):
 
 REFUSALS = {
     "Mistral 7B v0.1": (de, MISTRAL_1, ["sliding_window = 4096: .*give max_length"]),
+    "layers of two types": (
+        de,
+        LLAMA_2 | {"layer_types": ["full_attention", "sliding_attention"] * 16},
+        ["layer_types = .*only 'full_attention' for each is honoured"],
+    ),
+    "types of too few layers": (de, LLAMA_2 | {"layer_types": ["full_attention"] * 31}, ["layer_types"]),
     "Mistral Nemo": (de, MISTRAL_NEMO, ["head_dim = 128"]),
     "Gemma": (
         de,
