@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from .errors import (
     type_of_ours,
 )
 from .op import NO_PARAMS, OPS, Op, ShapeDtype, not_recording, state
-from .program import Const, Program, Site
+from .program import Const, ProgramHost, Site
 
 compiled: Any
 """The path of a small call in C, or None: :func:`invoke` here, and two functions of the tape. It is there where the
@@ -45,26 +45,6 @@ _REAL_SCALARS = frozenset({bool, int, float})
 
 class NotNumbers(DTypeError):
     """An operand is None, a text or an object, which no array holds."""
-
-
-class ProgramHost(Protocol):
-    """A host that runs programs on sharded values: the interface of a mesh for ``mt.compile``."""
-
-    def place(
-        self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None:
-        replicated)."""
-
-    def prepare(
-        self, program: Program, shardings: Sequence[Any], name: str = "compiled"
-    ) -> Callable[[Sequence[Any]], list[Any]]:
-        """The program prepared for inputs of these shardings: a function from input buffers to output buffers.
-
-        ``name`` is that of the traced function, for profiles."""
-
-    def replicate(self, value: Any) -> Any:
-        """An Array on every rank with the value of a local one."""
 
 
 class Deferred:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -273,3 +273,23 @@ def last_uses(program: Program, parts: Sequence[Any] | None = None) -> list[tupl
         out.append(tuple(v for v in used if v not in needed))
         needed.update(used)
     return out[::-1]
+
+
+class ProgramHost(Protocol):
+    """A host that runs programs on sharded values: the interface of a mesh for ``mt.compile``."""
+
+    def place(
+        self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None:
+        replicated)."""
+
+    def prepare(
+        self, program: Program, shardings: Sequence[Any], name: str = "compiled"
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """The program prepared for inputs of these shardings: a function from input buffers to output buffers.
+
+        ``name`` is that of the traced function, for profiles."""
+
+    def replicate(self, value: Any) -> Any:
+        """An Array on every rank with the value of a local one."""

@@ -12,7 +12,6 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import (
     Deferred,
-    ProgramHost,
     argument_avals,
     call_site,
     check_unwritten,
@@ -21,7 +20,7 @@ from ...arrays.core.dispatch import (
 )
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import NO_PARAMS, Op, ShapeDtype, state
-from ...arrays.core.program import Const, ProgramBuilder, Site
+from ...arrays.core.program import Const, ProgramBuilder, ProgramHost, Site
 from ...arrays.ops.elementwise import ALIAS
 from ..tape.record import is_differentiable
 
