@@ -12,7 +12,7 @@ from meshtape.arrays import OPS
 from meshtape.arrays.kernels import scans
 
 FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
-INTEGERS = [np.dtype(t) for t in ("?", "i1", "u2", "i4", "u8", "i8")]
+INTEGERS = [np.dtype(t) for t in ("?", "u2", "i4", "i8")]
 SHAPES = [
     *[((5, 40), 1), ((3, 1), 1), ((2, 7, 1500), 2), ((3, 2051), -1), ((9,), 0)],
     *[((70, 64), 0), ((3, 130, 33), 1), ((1, 65, 256), 1), ((6, 5, 3), 1), ((4, 6), 0)],
@@ -34,9 +34,10 @@ def test_running_sums_of_floats(
     got = running("cumulative_sum", x, axis)
     assert (got.dtype, got.shape) == (dtype, shape)
     close(got, np.cumsum(x.astype(np.float64), axis=axis))
-    x = place(rng.uniform(0.9, 1.1, shape), dtype)
-    close(running("cumulative_prod", x, axis), np.cumprod(x.astype(np.float64), axis=axis))
-    assert len(emulator.launched) == 2
+    if dtype == np.float32:  # each dtype has kernels of its own, which take a second to compile
+        x = place(rng.uniform(0.9, 1.1, shape), dtype)
+        close(running("cumulative_prod", x, axis), np.cumprod(x.astype(np.float64), axis=axis))
+    assert len(emulator.launched) == 1 + (dtype == np.float32)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
@@ -49,7 +50,7 @@ def test_running_sums_of_integers_wrap(
     x = place(rng.integers(0, 2, shape).astype(dtype) if dtype.kind == "b" else rng.integers(1, 9, shape), dtype)
     if dtype.itemsize == 8:
         x = place(x + (np.iinfo(dtype).max - 20), dtype)
-    for name in ("cumsum", "cumprod"):
+    for name in ("cumsum", "cumprod") if dtype == np.int32 else ("cumsum",):
         got = running(f"cumulative_{name[3:]}", x, axis)
         want = getattr(np, name)(x, axis=axis)
         assert got.dtype == want.dtype
