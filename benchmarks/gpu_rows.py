@@ -376,10 +376,23 @@ def elementwise_rows(m: Maker, t: Torch | None, jax: Any, n: int, d: np.dtype) -
         {} if t is None else {"torch": t.wrap(lambda g, x, y: their_gradients(t, swiglu, g, x, y))},
     )
     side = max(1, int(n**0.5) // 32 * 32)
+    label, nbytes = f"{side} x {side} {d.name}", side * side * d.itemsize
+
+    def square() -> tuple[Any, ...]:
+        return (m.normal((side, side), d),)
+
+    for axis, which in ((1, "rows"), (0, "columns")):
+        peers = {"cupy": on_stream(lambda x, axis=axis: xp.cumsum(x, axis=axis, dtype=launch.wide(d)))}
+        peers |= {} if t is None else t.pair(lambda x, axis=axis: torch.cumsum(x, axis))
+        ours = of_arrays(lambda x, axis=axis: mt.cumulative_sum(x, axis=axis))
+        yield Row(f"cumulative_sum of {which}, {label}", 2 * nbytes, square, ours, peers)
+    joined = {} if t is None else t.pair(lambda x: torch.cat([x, x], 1))
+    joined["cupy"] = on_stream(lambda x: xp.concatenate([x, x], axis=1))
+    yield Row(f"concat, {label}", 4 * nbytes, square, of_arrays(lambda x: mt.concat([x, x], axis=1)), joined)
     yield Row(
-        f"transpose, {side} x {side} {d.name}",
-        2 * side * side * d.itemsize,
-        lambda: (m.normal((side, side), d),),
+        f"transpose, {label}",
+        2 * nbytes,
+        square,
         of_arrays(lambda x: mt.reshape(x.T, (-1,))),
         {"cupy": on_stream(lambda x: xp.ascontiguousarray(x.T))}
         | ({} if t is None else t.pair(lambda x: x.T.contiguous())),
