@@ -9,7 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from op_samples import SAMPLES, in_thousands, recast
+from random_programs import loss, programs
 
 import meshtape as mt
 from meshtape.autodiff.tape import backward
@@ -173,6 +176,21 @@ def test_what_is_rounded_early_has_the_same_bits(dtype: str, way: Any, monkeypat
     monkeypatch.setattr(backward, "_rounded_next", lambda *a: told.append(len(counted(*a))) or {})
     assert slopes() == early
     assert sum(told) > 10
+
+
+@settings(deadline=None, max_examples=30)
+@given(programs(8), st.integers(0, 99), st.sampled_from([*DTYPES]), st.sampled_from([lambda f: f, mt.compile]))
+def test_random_programs_have_the_same_bits_however_early_they_are_rounded(program, seed, dtype, way):
+    rng = np.random.default_rng(seed)
+    x, y = (mt.asarray(rng.uniform(-1.5, 1.5, (3, 3)).astype(DTYPES[dtype])) for _ in range(2))
+
+    def slopes() -> list[bytes]:
+        return [g.numpy().tobytes() for g in way(mt.grad(loss(program), (0, 1)))(x, y)]
+
+    early = slopes()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(backward, "_rounded_next", lambda *_: {})
+        assert slopes() == early
 
 
 ROW = np.random.default_rng(5).standard_normal((2, 5000))
