@@ -36,9 +36,6 @@ def lanes_of(group: FusedRun, program: Program) -> int:
     return 8 if min(program.avals[v].dtype.itemsize for v in (*group.inputs, *group.outputs)) <= 2 else 4
 
 
-_SHORT_FLOATS = ("float16", "bfloat16")
-
-
 def source(
     group: FusedRun, program: Program, kinds: Sequence[str], ndim: int = 1, small: bool = True, count: int = 1
 ) -> str:
@@ -55,17 +52,11 @@ def source(
     results = [launch.NAMES[program.avals[v].dtype] for v in group.outputs]
     name = {v: f"x{i}" for i, v in enumerate(group.inputs)}
 
-    body = []
-    for e in group.entries[: len(group.entries) - total]:
-        v = e.outputs[0]
-        operands = [name[a] if isinstance(a, int) else None for a in e.inputs]
-        text = code.expression(e, program, operands)
-        name[v] = f"v{v}"
-        body.append(f"    const {code.register_type(program.avals[v].dtype)} v{v} = {text};")
+    body = statements(group.entries[: len(group.entries) - total], program, name)
     if total:
         body.append(f"    y0 += {name[group.entries[-1].inputs[0]]};")
     for k, v in enumerate(() if total else group.outputs):
-        short = results[k] in _SHORT_FLOATS
+        short = results[k] in code.SHORT_FLOATS
         body.append(f"    y{k} = {f'narrow<{results[k]}>({name[v]})' if short else f'({results[k]}){name[v]}'};")
 
     element = ", ".join([f"{h} x{i}" for i, h in enumerate(held)] + [f"{r}& y{k}" for k, r in enumerate(results)])
@@ -85,8 +76,7 @@ def source(
     counted = "u32" if small else "i64"  # a division of 32 bits costs a quarter of one of 64
 
     def load(i: int, place: str) -> str:
-        read = f"in{i}[{place}]"
-        return f"wide({read})" if types[i] in _SHORT_FLOATS else read
+        return code.widened(types[i], f"in{i}[{place}]")
 
     def coordinates(last: str, scale: str) -> list[str]:
         """Of element ``i``, or of the first one of a vector; the last dimension has ``last`` of them."""
@@ -116,7 +106,7 @@ def source(
         if how in (FULL, LINE):
             place = f"i * {lanes}" if how == FULL else f"at{i}"
             lines.append(f"            const auto a{i} = vector_at<{lanes}>(in{i} + {place});")
-            word = f"wide({word})" if types[i] in _SHORT_FLOATS else word
+            word = code.widened(types[i], word)
         elif how == HELD:
             lines.append(f"            const {held[i]} a{i} = {load(i, f'at{i}')};")
             word = f"a{i}"
@@ -161,6 +151,17 @@ def source(
             "",
         ]
     )
+
+
+def statements(entries: Sequence[Entry], program: Program, name: dict[int, str]) -> list[str]:
+    """The lines that compute entries of one element; ``name`` has the variables of what they read, and gets theirs."""
+    lines = []
+    for e in entries:
+        v = e.outputs[0]
+        text = code.expression(e, program, [name[a] if isinstance(a, int) else None for a in e.inputs])
+        name[v] = f"v{v}"
+        lines.append(f"    const {code.register_type(program.avals[v].dtype)} v{v} = {text};")
+    return lines
 
 
 def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
@@ -232,7 +233,7 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
         file = files.get(key)
         if file is None:
             text = source(first, program, kinds, len(layout.sizes) if placed else 1, small or not placed, count)
-            file = files[key] = _generated(text)
+            file = files[key] = generated(text)
         if placed:
             arguments += map(np.int64, layout.sizes[1:])
             arguments += [
@@ -257,7 +258,7 @@ def _blocks(runner: launch.Runner, size: int, each: int) -> int:
     return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
 
 
-def _generated(text: str) -> str:
+def generated(text: str) -> str:
     """The name of a file with this text."""
     file = f"fused_{hashlib.sha256(text.encode()).hexdigest()[:24]}.cu"
     launch.GENERATED[file] = text
@@ -306,7 +307,7 @@ def _copying(word: int, count: int) -> tuple[str, int]:
     entry = Entry(op_named("positive"), (0,), (1,), {})
     program = Program((0,), (entry,), (1,), {0: aval, 1: aval})
     run = FusedRun((entry,), (0,), (1,), aval.shape)
-    return _generated(source(run, program, (FULL,), count=count)), lanes_of(run, program)
+    return generated(source(run, program, (FULL,), count=count)), lanes_of(run, program)
 
 
 # ----- functions of Arrays as one launch ------------------------------------------------------------------------------

@@ -119,6 +119,14 @@ def _cast(text: str, source: np.dtype, target: np.dtype) -> str:
     return rounded(f"({register_type(target)}){text}", target)
 
 
+SHORT_FLOATS = ("float16", "bfloat16")
+
+
+def widened(kind: str, text: str) -> str:
+    """A stored element of this C++ type as one of the register type."""
+    return f"wide({text})" if kind in SHORT_FLOATS else text
+
+
 def literal(value: Any, dtype: np.dtype) -> str:
     """A Python number as C++, after it has become one of ``dtype``.
 

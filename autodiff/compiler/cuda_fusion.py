@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.chains import cuda_codegen
-from ...arrays.chains.chains import executable, source
+from ...arrays.chains import chains as elementwise
+from ...arrays.chains import cuda_codegen, rows
+from ...arrays.chains.chains import source
 from ...arrays.core.program import Entry, FusedRun, Program
 from . import cuda_products
 from .fusion import Joins, fuse, grouped, streams
@@ -23,7 +24,30 @@ BATCH = 1 << 24
 def launches(program: Program) -> list[Entry | FusedRun]:
     """The program as the calls and kernels that a GPU runs one after the other."""
     program = cuda_products.joined(program)
-    return batched(chains(program), program)
+    return with_reductions(batched(chains(program), program), program)
+
+
+def with_reductions(parts: Sequence[Entry | FusedRun], program: Program) -> list[Entry | FusedRun]:
+    """The parts in order, with runs, and single calls, that nothing reads but a reduction of rows joined to it."""
+    reads = Counter(v for e in program.entries for v in e.inputs if isinstance(v, int)) + Counter(program.outputs)
+    out: list[Entry | FusedRun | None] = []
+    made: dict[int, int] = {}  # where the run is that makes nothing else
+    for part in parts:
+        at = made.get(part.inputs[0]) if isinstance(part, Entry) and rows.reduces_rows(part, program) else None
+        if at is not None and reads[part.inputs[0]] == 1:
+            run, out[at] = out[at], None
+            run = grouped([run], set(run.outputs), program) if isinstance(run, Entry) else run
+            part = run._replace(entries=(*run.entries, part), outputs=part.outputs)
+        elif not part.members if isinstance(part, FusedRun) else cuda_codegen.expressible(part, program):
+            made.update(dict.fromkeys(part.outputs if len(part.outputs) == 1 else (), len(out)))
+        out.append(part)
+    return [p for p in out if p is not None]
+
+
+def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
+    """The group as one launch: a function of its input buffers that returns its output buffers."""
+    of_rows = rows.reduces_rows(group.entries[-1], program)
+    return (rows if of_rows else elementwise).executable(group, program)
 
 
 def chains(

@@ -27,15 +27,6 @@ __global__ void __launch_bounds__(256) column_sums(const T* x, Wide<T>* partial,
         }
 }
 
-// NaN wins, as in NumPy.
-struct Min {
-    template <class A>
-    __device__ static A of(A a, A b)
-    {
-        return a < b || a != a ? a : b;
-    }
-};
-
 template <class Op, class T, int THREADS>
 __global__ void __launch_bounds__(256) row_extremes(const T* x, T* out, i64 rows, i64 length, float identity)
 {

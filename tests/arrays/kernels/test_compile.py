@@ -37,7 +37,9 @@ def _check(machine_code: Callable[..., dict[str, str]], file: str, names: Sequen
     # there. Of others one or two may, once a row, rather than have half of the threads. Attention of 128 columns has the
     # sums of 32 rows a warp, and experts those of tiles of 128 x 256, and with them all 255 registers: none spills on
     # 9.0, and some on others.
-    large = [n for n in names if (n.startswith("attention_") and "128" in n) or n.startswith("experts_hidden<true, true")]
+    large = [
+        n for n in names if (n.startswith("attention_") and "128" in n) or n.startswith("experts_hidden<true, true")
+    ]
     full = architecture != 90 and large
     most = 160 if full else 16
     spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else most)}

@@ -17,6 +17,13 @@ struct Max {
         return a > b || a != a ? a : b;
     }
 };
+struct Min {
+    template <class A>
+    __device__ static A of(A a, A b)
+    {
+        return a < b || a != a ? a : b;
+    }
+};
 
 template <class Op, class A>
 __device__ inline A warp_reduce(A v)
