@@ -389,6 +389,9 @@ def elementwise_rows(m: Maker, t: Torch | None, jax: Any, n: int, d: np.dtype) -
     joined = {} if t is None else t.pair(lambda x: torch.cat([x, x], 1))
     joined["cupy"] = on_stream(lambda x: xp.concatenate([x, x], axis=1))
     yield Row(f"concat, {label}", 4 * nbytes, square, of_arrays(lambda x: mt.concat([x, x], axis=1)), joined)
+    spread = mt.compile(lambda x: mt.var(x, axis=1))
+    theirs = {} if t is None else t.pair(lambda x: torch.var(x, 1, correction=0))
+    yield Row(f"variance of rows, compiled, {label}", nbytes, square, of_arrays(spread), theirs)
     yield Row(
         f"transpose, {label}",
         2 * nbytes,
