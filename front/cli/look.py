@@ -44,6 +44,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from ..arrays.core.formatting import human_bytes
     from ..storage.browse.model.inventory import Inventory, Query
     from ..storage.browse.model.text import count, visible
+    from ..storage.loading.runs import beside
     from ..storage.stores import store
     from . import runs
     from .tables import Column, write, write_text
@@ -80,6 +81,8 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     write(columns, lines, title=visible(f"{ckpt.path} ({ckpt.kind}{how})", 10**4), footer=footer)
     if ckpt.skipped:
         write_text(visible(ckpt.unread()[2:], 10**4))
+    if ckpt.manifest is None and "zarr" not in ckpt.kind.lower() and (steps := beside(store.location(path))):
+        write_text(visible(f"checkpoints below: {', '.join(steps)} (meshtape ls {path}/{steps[-1]})", 10**4))
 
 
 @click.command(

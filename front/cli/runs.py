@@ -38,7 +38,7 @@ def show(path: str, as_json: bool) -> bool:
     from ..storage import leftovers
     from ..storage.browse.model.runs import history
     from ..storage.browse.model.text import visible
-    from ..storage.loading.runs import is_run
+    from ..storage.loading.runs import is_run, warn_of_others
     from ..storage.stores import store
     from .tables import Column, write
 
@@ -50,6 +50,7 @@ def show(path: str, as_json: bool) -> bool:
     if not is_run(path) and not left:
         return False
     run = history(path)
+    warn_of_others(path)
     line = {s.name for s in run.branch.line(run.complete)}
     latest, best = run.latest, run.best
     rows: list[dict[str, Any]] = [
@@ -164,7 +165,12 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     if as_json:
         print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})
     elif not found:
-        click.echo(f"{path}: nothing to remove")
+        silence = (
+            ""
+            if older_than is not None or not store.repository_at(store.location(path))
+            else (" that is a day old (--older-than 0 takes all that no branch or tag leads to)")
+        )
+        click.echo(f"{path}: nothing to remove{silence}")
     else:
         total = human_bytes(sum(x.nbytes for x in found))
         _table(found, f"{'would remove' if dry_run else 'removed'} {total}")

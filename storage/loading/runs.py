@@ -7,6 +7,7 @@ rotates, deletes or collects them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections import Counter
@@ -39,6 +40,29 @@ def is_run(directory: str) -> bool:
         return False
 
 
+def beside(directory: str) -> list[str]:
+    """Numbered checkpoints of another writer, of the newest, that lie beside steps of a `CheckpointManager`, or in a
+    checkpoint of another writer. They are no steps of that run."""
+    folders = folders_of(directory) if stores.is_url(directory) or os.path.isdir(directory) else []
+    ours = numbered.listed(folders)
+    named = sorted((n for n in folders if n not in ours and numbered.series(n)), key=numbered.series)
+    found = []
+    for name in named[-_LOOKS:]:
+        with contextlib.suppress(CheckpointError, OSError):
+            ckpt = open_checkpoint(stores.join(directory, name))
+            found += [name] if ckpt.manifest is None and "zarr" not in ckpt.kind.lower() else []
+    return found
+
+
+def warn_of_others(directory: str, stacklevel: int = 3) -> None:
+    """Warn of checkpoints that lie beside a run and do not belong to it."""
+    if (names := beside(directory)) and numbered.listed(folders_of(directory)):
+        warnings.warn(
+            f"{directory}: {', '.join(names)} are of another writer, and no steps of this run; name each by its path",
+            stacklevel=stacklevel,
+        )
+
+
 def of_others(directory: str, most: int = 0) -> dict[str, Checkpoint | CheckpointError]:
     """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
     Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest alone."""
@@ -65,6 +89,8 @@ def steps_of(directory: str, *, warn: bool = False) -> list[Numbered]:
     meant.
     """
     if not (others := of_others(directory)):
+        if warn:
+            warn_of_others(directory, 5)
         return numbered.complete(directory, warn)
     found = {n: numbered.series(n) for n, c in others.items() if isinstance(c, Checkpoint)}
     twice = [step for step, n in Counter(step for _, step in found.values()).items() if n > 1]

@@ -454,7 +454,7 @@ class CheckpointManager:
         target = self.latest()
         while True:
             if target is None:
-                raise NotACheckpoint(f"{self.directory} holds no complete checkpoint")
+                raise NotACheckpoint(f"{self.directory} holds no complete checkpoint of a CheckpointManager")
             try:
                 return load(target, **load_arguments)
             except CheckpointError:

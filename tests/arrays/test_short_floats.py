@@ -229,3 +229,14 @@ def test_extremes_of_bfloat16_are_its_own_numbers(name: str, axis: Any) -> None:
     want = getattr(x.astype(np.float64), name)(axis=axis)
     assert got.dtype == x.dtype
     np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sinc_is_that_of_wide_numbers_rounded(dtype: str) -> None:
+    """The multiple of pi is not rounded before its sine is taken."""
+    x = mt.asarray([0.0, 0.06, 0.5, 1.0, 1.5, 10.25, 50.5, 100.5, 20000.0]).astype(getattr(mt, dtype))
+    exact = np.asarray(x.astype(mt.float64))
+    got, pull = mt.vjp(mt.sinc, x)
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.sinc(exact), rtol=2**-8, atol=2e-7)
+    (slope,) = mt.vjp(mt.sinc, mt.asarray(exact))[1](mt.ones(9))
+    np.testing.assert_allclose(np.asarray(pull(mt.ones_like(x))[0], np.float64), slope, rtol=2**-7, atol=2e-6)

@@ -163,3 +163,29 @@ def test_a_run_in_a_bucket(tmp_path: Path, s3) -> None:
     assert virtual.mean(url)["w"][...].tolist() == [8.0] * 3
     file = f"{url}/checkpoint-4/model.safetensors"
     assert mt.storage.usage(file).nbytes == (tmp_path / "run" / "checkpoint-4" / "model.safetensors").stat().st_size
+
+
+def test_steps_of_others_beside_a_run_of_ours_are_named(tmp_path):
+    trainer(tmp_path)
+    with pytest.raises(errors.NotACheckpoint, match="no complete checkpoint of a CheckpointManager"):
+        mt.CheckpointManager(tmp_path).restore()
+    manager = mt.CheckpointManager(tmp_path, keep=None)
+    manager.save(40, {"w": np.full(3, 40, "f4")})
+    (tmp_path / "v2").mkdir()  # no checkpoint
+    for look in (virtual.mean, lambda run: virtual.ema(run, decay=0.5), mt.storage.usage):
+        with pytest.warns(
+            UserWarning, match=r"checkpoint-4, checkpoint-8, checkpoint-12 are of another writer"
+        ) as told:
+            look(tmp_path)
+        assert len(told) == 1
+    with pytest.warns(UserWarning, match="of another writer"):
+        assert "step-00000040" in command("ls", tmp_path)
+
+
+def test_the_checkpoints_below_a_model_are_named(tmp_path):
+    trainer(tmp_path)
+    save_file({"w": np.ones(3, "f4")}, tmp_path / "model.safetensors", {"format": "pt"})
+    said = command("ls", tmp_path)
+    assert "checkpoints below: checkpoint-4, checkpoint-8, checkpoint-12" in said
+    assert "checkpoints below" not in command("ls", tmp_path / "checkpoint-12")
+    assert "checkpoints below" not in command("ls", tmp_path / "model.safetensors")
