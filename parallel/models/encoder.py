@@ -405,15 +405,26 @@ def rules(config: Config | None = None) -> Rules:
 
 
 @once_more
-def from_pretrained(directory: str | Path, mesh: Any = None, plan: str | Plan = "dp") -> tuple[dict[str, Any], Config]:
+def from_pretrained(
+    directory: str | Path,
+    mesh: Any = None,
+    plan: str | Plan = "dp",
+    *,
+    dtype: Any = np.float32,
+    allow_overflow: bool = False,
+) -> tuple[dict[str, Any], Config]:
     """Parameters and sizes of a BERT model in a Hugging Face directory (``config.json`` and ``model.safetensors``).
 
-    With a mesh each rank reads its own blocks, as the plan says.
+    Of a model with a head, whose encoder is named ``bert``, the head is left. With a mesh each rank reads its own
+    blocks, as the plan says. ``dtype`` is that of the result; weights that it cannot hold are a `Lossy` unless
+    ``allow_overflow``.
     """
     held = open_checkpoint(directory)
     config = Config.from_huggingface(held)
-    like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS))
-    return load(held, like=like, rules=rules(config)), config
+    if any(name.startswith("bert.") for name in held):
+        held = held.below("bert")
+    like = expected(shapes(config), mesh, parse(plan, PARAMETERS, ACTIVATIONS), dtype)
+    return load(held, like=like, rules=rules(config), cast=True, allow_overflow=allow_overflow), config
 
 
 def shapes(config: Config) -> Any:

@@ -145,3 +145,31 @@ def test_another_kind_of_model_is_refused(tmp_path):
         en.apply(en.init(mt.random.key(0), SMALL), np.zeros((1, 3), int), SMALL, mask=np.ones((1, 4)))
     with pytest.raises(ValueError, match="pooling"):
         en.pool(mt.ones((1, 2, 3)), None, "max")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, mt.bfloat16])
+def test_the_encoder_of_a_model_with_a_head_is_read(tmp_path, dtype):
+    """Its names begin with "bert.", as of BertForMaskedLM; what else there is, is left."""
+    rng, w, f = np.random.default_rng(0), 8, 16
+    names = {f"embeddings.{n}_embeddings.weight": (k, w) for n, k in (("word", 12), ("position", 6), ("token_type", 2))}
+    norms, layer = ["embeddings.LayerNorm"], "encoder.layer.0"
+    for n in ("self.query", "self.key", "self.value", "output.dense"):
+        names |= {f"{layer}.attention.{n}.weight": (w, w), f"{layer}.attention.{n}.bias": (w,)}
+    for n, outs, ins in (("intermediate", f, w), ("output", w, f)):
+        names |= {f"{layer}.{n}.dense.weight": (outs, ins), f"{layer}.{n}.dense.bias": (outs,)}
+    norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    names |= {f"{n}.{part}": (w,) for n in norms for part in ("weight", "bias")}
+    plain = {n: rng.normal(size=shape).astype(np.float32) for n, shape in names.items()}
+    said = {"model_type": "bert", "vocab_size": 12, "hidden_size": w, "num_hidden_layers": 1, "num_attention_heads": 2}
+    said |= {"intermediate_size": f, "max_position_embeddings": 6, "type_vocab_size": 2, "hidden_act": "gelu"}
+    headed = {f"bert.{n}": a for n, a in plain.items()} | {"classifier.weight": np.ones((2, w), np.float32)}
+    found = []
+    for name, arrays in (("plain", plain), ("headed", headed)):
+        (tmp_path / name).mkdir()
+        mt.storage.save_safetensors(tmp_path / name / "model.safetensors", arrays)
+        (tmp_path / name / "config.json").write_text(json.dumps(said))
+        found.append(mt.tree.flatten(en.from_pretrained(tmp_path / name, dtype=dtype)[0])[0])
+    assert len(found[0]) == len(plain)
+    for x, y in zip(*found, strict=True):
+        assert x.dtype == y.dtype == dtype
+        assert np.array_equal(np.asarray(x), np.asarray(y))
