@@ -25,6 +25,7 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ..base import names, strict_json
+from ..base.waiting import is_late
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -119,7 +120,9 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
             except CheckpointReplaced:
                 if attempt == generations.ATTEMPTS - 1:
                     raise
-            except CheckpointError:
+            except CheckpointError as e:
+                if is_late(e):
+                    raise
                 with contextlib.suppress(CheckpointReplaced):
                     Generation(tags()).check()
                     raise

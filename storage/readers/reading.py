@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, Incomplete
 from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
+from ..base.waiting import pool
 from ..stores import generations
 from ..stores import store as stores
 from ..stores.contract import Reader
@@ -61,8 +61,8 @@ def run(jobs: Iterable[Job], readers: int = 4) -> int:
     # To hand a job to a thread costs as much as a small one: where there are many, several go together.
     size = max(1, min(_TOGETHER, len(rest) // (8 * workers)))
     groups = [rest[i : i + size] for i in range(0, len(rest), size)]
-    with ThreadPoolExecutor(workers, thread_name_prefix="meshtape-io") as pool:
-        futures = [pool.submit(_together, group) for group in groups]
+    with pool(workers) as made:
+        futures = [made.submit(_together, group) for group in groups]
         try:
             return total + sum(f.result() for f in futures)
         except BaseException:

@@ -10,6 +10,7 @@ from typing import Any
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
 from ..base import names
+from ..base.waiting import awaited
 from ..stores import store as stores
 from .local_zarr import whole
 
@@ -38,7 +39,7 @@ class PlaceStore(Store):
         return stores.at(self._root).lists
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
-        data = await asyncio.to_thread(self._read, key, byte_range)
+        data = await awaited(self._read, key, byte_range)
         if data is None:
             self.absent.add(key)
             return None
@@ -67,7 +68,7 @@ class PlaceStore(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        return await asyncio.to_thread(stores.at(self._root).size, key) is not None
+        return await awaited(stores.at(self._root).size, key) is not None
 
     async def set(self, key: str, value: Any) -> None:
         stores.at(self._root).refuse_writes()
@@ -81,11 +82,11 @@ class PlaceStore(Store):
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         folder = prefix.rpartition("/")[0]
-        for entry in await asyncio.to_thread(lambda: list(stores.at(self._root).entries(folder))):
+        for entry in await awaited(lambda: list(stores.at(self._root).entries(folder))):
             if entry.name.startswith(prefix):
                 yield entry.name
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         store = stores.at(stores.join(self._root, prefix.rstrip("/")) if prefix.rstrip("/") else self._root)
-        for name in await asyncio.to_thread(lambda: [*store.files(), *store.folders()]):
+        for name in await awaited(lambda: [*store.files(), *store.folders()]):
             yield name

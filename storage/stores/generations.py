@@ -19,6 +19,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
+from ..base.waiting import is_late
 from . import store as stores
 from .contract import Reader, recording
 
@@ -49,8 +50,11 @@ def one() -> Iterator[None]:
     with recording() as tags:
         try:
             yield
-        finally:
-            Generation(tags()).check()
+        except BaseException as e:
+            if isinstance(e, Exception) and not is_late(e):
+                Generation(tags()).check()
+            raise
+        Generation(tags()).check()
 
 
 def refuse(where: str, then: str, now: str | None) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from typing import Any, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, ClusterError
+from ..base.waiting import pool
 
 T = TypeVar("T")
 _SHORT = 2e-3  # seconds
@@ -50,10 +51,10 @@ class Workers:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
+            with pool(self.threads) as made:
                 # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a
                 # time, which would spend their time handing the interpreter to one another.
-                yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
+                yield from self._spread(made, 2 * self.threads, fn, items, arguments, 64)
 
     @staticmethod
     def _spread(
@@ -95,7 +96,8 @@ class Workers:
         finally:
             for future in running:
                 future.cancel()
-            wait([f for f in running if not f.cancelled()])
+            if not isinstance(executor, ThreadPoolExecutor):  # the end of a pool waits itself
+                wait([f for f in running if not f.cancelled()])
 
 
 def _called(fn: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> tuple[list[T], BaseException | None, float]:
