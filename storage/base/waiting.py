@@ -31,7 +31,8 @@ RATE = 64 << 10  # bytes a second, at least; a request has as much longer as its
 _SLICE = 0.25  # seconds after which a waiting thread looks whether an interrupt has ended the whole
 _CLIENTS = ("obstore", "icechunk")
 
-_own = threading.local()  # .thread: makes this thread's calls; .stop: set where they are no longer wanted
+_own = threading.local()  # .stop: set where the work of this thread is no longer wanted
+_idle: list[SimpleQueue[Any]] = []  # of threads that wait for a call
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _running: tuple[str, ...] = ()  # clients that had threads at the last fork
 _lost: set[str] = set()  # those whose threads stayed behind in a parent
@@ -54,19 +55,18 @@ def limited(work: Callable[[], T], where: str, asked: str, nbytes: int = 0, left
     and at once where an interrupt has ended the work that it is part of (see `pool`). The call then goes on alone, and
     nobody has its result.
     """
-    held = getattr(_own, "thread", None)
-    if held is None:
+    future: Future[T] = Future()
+    call = partial(copy_context().run, work)
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
         try:
-            held = _own.thread = _Thread()
+            threading.Thread(target=_serve, args=(calls,), name="meshtape-call", daemon=True).start()
         except RuntimeError:  # the system has no more threads for us
             return work()
-    future: Future[T] = Future()
-    held.calls.put((future, partial(copy_context().run, work)))
-    try:
-        return result(future, where, asked, nbytes, left)
-    finally:
-        if not future.done():
-            _own.thread = None
+    calls.put((future, call))
+    return result(future, where, asked, nbytes, left)
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
@@ -134,28 +134,22 @@ def pool(threads: int, name: str = "meshtape-io") -> Iterator[ThreadPoolExecutor
             raise
 
 
-class _Thread:
-    """A thread that makes the calls of another one, for as long as that one lives."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self.calls,), name="meshtape-call", daemon=True).start()
-
-    def __del__(self) -> None:
-        self.calls.put(None)
-
-
 def _serve(calls: SimpleQueue[Any]) -> None:
-    while (call := calls.get()) is not None:
-        _make(*call)
-        del call  # nothing of it is kept meanwhile
+    while True:
+        future, work = calls.get()
+        _make(future, work, then=lambda: _idle.append(calls))
+        del future, work  # nothing of a call is kept meanwhile
 
 
-def _make(future: Future[Any], work: Callable[[], Any]) -> None:
+def _make(future: Future[Any], work: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
     try:
-        future.set_result(work())
+        found = work()
     except BaseException as e:
+        then()
         future.set_exception(e)
+    else:
+        then()
+        future.set_result(found)
 
 
 # ----- forks ----------------------------------------------------------------------------------------------------------
@@ -201,6 +195,7 @@ def _thread_name(task: str) -> str:
 def _after_fork() -> None:
     global _own
     _own = threading.local()
+    _idle.clear()
     _lost.update(_running)
     for held in _locks:
         held._at_fork_reinit()

@@ -25,7 +25,6 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ..base import names, strict_json
-from ..base.waiting import is_late
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -121,10 +120,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 if attempt == generations.ATTEMPTS - 1:
                     raise
             except CheckpointError as e:
-                if is_late(e):
-                    raise
-                with contextlib.suppress(CheckpointReplaced):
-                    Generation(tags()).check()
+                if not generations.were_replaced(tags, e):
                     raise
             except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
                 if attempt == generations.ATTEMPTS - 1:

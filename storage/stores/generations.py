@@ -57,6 +57,16 @@ def one() -> Iterator[None]:
         Generation(tags()).check()
 
 
+def were_replaced(tags: Callable[[], dict[str, str]], error: Exception) -> bool:
+    """Whether files that were read are others by now, which may be the reason of an error. A store that does not answer
+    is not asked."""
+    with contextlib.suppress(CheckpointReplaced):
+        if not is_late(error):
+            Generation(tags()).check()
+        return False
+    return True
+
+
 def refuse(where: str, then: str, now: str | None) -> None:
     """Raise `CheckpointReplaced` where the tag of a file is another ``now`` than it was ``then``."""
     if then and now != then:
