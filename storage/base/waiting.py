@@ -6,7 +6,6 @@ survive a fork, and what a child would ask of them, it would do to the parent's 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -75,11 +74,6 @@ def begin(work: Callable[[], T]) -> Future[T]:
     call = partial(copy_context().run, work)
     threading.Thread(target=_make, args=(future, call), name="meshtape-call", daemon=True).start()
     return future
-
-
-async def awaited(work: Callable[..., T], *args: Any) -> T:
-    """``asyncio.to_thread``, for whose threads the end of the process does not wait."""
-    return await asyncio.wrap_future(begin(partial(work, *args)))
 
 
 def result(future: Future[T], where: str, asked: str, nbytes: int = 0, left: float | None = None) -> T:

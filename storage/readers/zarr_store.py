@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
 from ..base import names
-from ..base.waiting import awaited
+from ..base.waiting import begin
 from ..stores import store as stores
 from .local_zarr import whole
+
+T = TypeVar("T")
+
+
+async def awaited(work: Callable[[], T]) -> T:
+    """``asyncio.to_thread``, for whose threads the end of the process does not wait."""
+    return await asyncio.wrap_future(begin(work))
 
 
 class PlaceStore(Store):
@@ -39,7 +46,7 @@ class PlaceStore(Store):
         return stores.at(self._root).lists
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
-        data = await awaited(self._read, key, byte_range)
+        data = await awaited(lambda: self._read(key, byte_range))
         if data is None:
             self.absent.add(key)
             return None
@@ -68,7 +75,7 @@ class PlaceStore(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        return await awaited(stores.at(self._root).size, key) is not None
+        return await awaited(lambda: stores.at(self._root).size(key)) is not None
 
     async def set(self, key: str, value: Any) -> None:
         stores.at(self._root).refuse_writes()
