@@ -338,7 +338,7 @@ def random_rows(m: Maker, t: Torch | None, n: int, d: np.dtype) -> Iterator[Row]
         dropped,
     )
     if d == np.float32:
-        from meshtape.arrays.kernels.compact import true_places
+        from meshtape.arrays.kernels.scans import true_places
 
         yield Row(
             f"places of a mask, {n}",

@@ -21,12 +21,12 @@ from . import virtual as virtual
 from .blending.blend import BlendReport, blend, blended
 from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
-from .checkpoint.usage import StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
 from .loading.open import open_checkpoint
 from .loading.report import LoadReport
+from .loading.usage import RepositoryUsage, StepUsage, Usage, usage
 from .loading.verify import VerifyReport, verify
 from .programs.program_file import LoadedProgram, load_program, program_document, save_program
 from .readers.safetensors import load_safetensors, read_header, save_safetensors
@@ -58,6 +58,7 @@ __all__ = [
     "LoadedProgram",
     "LoraReport",
     "MergeReport",
+    "RepositoryUsage",
     "Rule",
     "Rules",
     "SaveHandle",

@@ -28,7 +28,8 @@ def cast(a: Any, dtype: np.dtype) -> Any:
     (array([1], dtype=bfloat16), array([1.00781], dtype=bfloat16))
     """
     if type(a).__module__ == "cupy":
-        out = Op.of_large(op_named("astype"), (a,), {"dtype": dtype})
+        large = a.size >= Op.large
+        out = Op.of_large(op_named("astype"), (a,), {"dtype": dtype}) if large else NotImplemented
         return a.astype(dtype) if out is NotImplemented else out
     if dtype in NARROW and isinstance(a, np.ndarray) and a.dtype.str[1:] in _WIDE:
         a = _to_odd(a)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..core.array import Array
@@ -44,8 +45,9 @@ def source(
     """CUDA C++ of the kernel ``fused`` for operands of these layouts, beside a result of ``ndim`` dimensions whose
     elements are ``small`` in number where 32 bits count them: a template over whether it reads vectors.
 
-    With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own. A group
-    that ends with a sum gives one of each block.
+    ``kinds`` are those of the operands, and of the results where one of these has gaps. With a ``count`` it takes so
+    many sets of arrays; the second coordinate of a block says which is its own. A group that ends with a sum gives one
+    of each block.
     """
     total, lanes = code.sums_all(group.entries[-1], program), lanes_of(group, program)
     types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
@@ -76,6 +78,8 @@ def source(
         lines += [f"    case {j}: {' '.join(f'{v} = {v}_{j};' for _, v in own)} break;" for j in range(1, count)]
         lines.append("    }")
     placed = [i for i, how in enumerate(kinds) if how not in (FULL, ONE)]
+    reads = len(types)
+    kinds, ends = kinds[:reads], dict(enumerate(kinds[reads:]))  # those of the results
     if placed:
         parameters += [f"i64 n{d}" for d in range(1, ndim)] + [f"i64 s{i}_{d}" for i in placed for d in range(ndim)]
     counted = "u32" if small else "i64"  # a division of 32 bits costs a quarter of one of 64
@@ -123,13 +127,20 @@ def source(
     lines += [f"            Vector<{r}, {lanes}> r{k};" for k, r in stored]
     args += [f"r{k}.at[k]" for k, _ in stored] or ["sum"]
     lines += ["#pragma unroll", f"            for (int k = 0; k < {lanes}; ++k) element({', '.join(args)});"]
-    lines += [f"            store_vector<{lanes}>(out{k} + i * {lanes}, r{k});" for k, _ in stored]
+    for k, _ in stored:
+        if ends.get(k, FULL) in (FULL, LINE):
+            place = f"at{reads + k}" if k in ends and ends[k] == LINE else f"i * {lanes}"
+            lines.append(f"            store_vector<{lanes}>(out{k} + {place}, r{k});")
+        else:
+            place = f"at{reads + k} + k * s{reads + k}_{ndim - 1}"
+            lines += ["#pragma unroll", f"            for (int k = 0; k < {lanes}; ++k) out{k}[{place}] = r{k}.at[k];"]
     lines += ["        }", "    }", "    for (i64 i = done + first; i < n; i += step) {"]
     lines += coordinates(f"({counted})n{ndim - 1}", "")
     args = []
     for i, how in enumerate(kinds):
         args.append(f"one{i}" if how == ONE else load(i, "i" if how == FULL else f"at{i}"))
-    args += ["sum"] if total else [f"out{k}[i]" for k in range(len(results))]
+    outs = [f"out{k}[{'i' if ends.get(k, FULL) == FULL else f'at{reads + k}'}]" for k in range(len(results))]
+    args += ["sum"] if total else outs
     lines += [f"        element({', '.join(args)});", "    }"]
     if total:
         lines += [f"    sum = row_sum<{THREADS}>(sum);", "    if (threadIdx.x == 0) out0[blockIdx.x] = sum;"]
@@ -155,8 +166,8 @@ def source(
 def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     """The group as a function of its input buffers that returns its output buffers, made by one kernel.
 
-    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`. Results lie in
-    memory as the first operand of their shape does.
+    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`; a single
+    result may be written into memory with gaps. Results lie in memory as the first operand of their shape does.
     """
     members = group.members or (group,)
     first, shape, count = members[0], tuple(members[0].shape), len(members)
@@ -184,8 +195,12 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
         runner = launch.runner()
         if size and (count > 1 or total):
             inputs = [launch.contiguous(a) for a in inputs]
-        ordered = count > 1 or total or any(o is not None for o in into)
-        layout = layout_of(inputs[:reads], shape, ordered)
+        gap = into[0] if len(into) == 1 and into[0] is not None and not into[0].flags.c_contiguous else None
+        if gap is None:
+            layout = layout_of(inputs[:reads], shape, count > 1 or total or any(o is not None for o in into))
+        else:  # written in its own order
+            (kind, *kinds), (step, *steps) = (found := layout_of([gap, *inputs], shape)).kinds, found.steps
+            layout = found._replace(kinds=(*kinds, kind), steps=(*steps, step))
         if total:
             blocks = _blocks(runner, size, lanes)
             partial = runner.xp.empty((count, blocks), results[0].dtype)
@@ -204,10 +219,8 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
             own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
             addresses = [runner.address(a) for a in own]
             for k, (a, p) in enumerate(zip(own, addresses, strict=True)):
-                kind = kinds[k] if k < reads else FULL
-                if kind in (FULL, LINE) and not vectors_of(
-                    p, a.dtype.itemsize, kind, layout.steps[k] if k < reads else ()
-                ):
+                kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
+                if kind in (FULL, LINE) and not vectors_of(p, a.dtype.itemsize, kind, steps):
                     if kind == FULL:
                         vectors = False
                     else:
@@ -378,6 +391,10 @@ def _kernel_of(fn: Callable[..., Any], args: Sequence[Any], least: int) -> Calla
     return call
 
 
+NUMBERS = frozenset({bool, int, float, ml_dtypes.bfloat16})
+"""Types of real numbers among the operands of a kernel: those that meet bfloat16 are of it."""
+
+
 def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     """A function of Arrays that makes elementwise calls (``least``, or more), as a function of buffers on a GPU that is
     one launch.
@@ -386,7 +403,7 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     together, and of what is neither a buffer nor a real number.
     """
 
-    @functools.lru_cache(maxsize=256)
+    @functools.lru_cache(maxsize=256, typed=True)
     def ready(numbers: str, *args: Any) -> Callable[..., Any] | None:
         return _kernel_of(fn, args, least)
 
@@ -394,7 +411,7 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
         array = launch.runner().xp.ndarray
         args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
         numbers = [b for b in args if type(b) is not ShapeDtype]
-        if not all(type(b) in (bool, int, float) for b in numbers):
+        if not all(type(b) in NUMBERS for b in numbers):
             return NotImplemented
         run = ready(repr(numbers) if numbers else "", *args)  # 0.0, -0.0 and 0 are equal
         return NotImplemented if run is None else run(bufs)

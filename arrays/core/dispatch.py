@@ -211,7 +211,9 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             scalars = True
         else:
             return apply_general(op, args, params)
-    if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
+    if scalars and (
+        buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _scalar_dtype(args) is not None)
+    ):
         return apply_general(op, args, params)
     return invoke(op, args, bufs, params)
 
@@ -242,9 +244,9 @@ def _results(op: Op, out: Any) -> Any:
     return wrap(out if isinstance(out, Deferred) else np.asarray(out))
 
 
-def _on_one_gpu(args: tuple[Any, ...]) -> list[Any] | None:
-    """Buffers and scalars of a call on arrays of one GPU that needs no more preparation than one on NumPy's (as in
-    :func:`apply`)."""
+def _on_one_gpu(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[Any], Sequence[Any]] | None:
+    """The arguments of a call on arrays of one GPU that needs no more preparation than one on NumPy's (as in
+    :func:`apply`), with their buffers and scalars as recorders and as kernels get them."""
     bufs, scalars, buf = [], False, None
     for a in args:
         if type(a) is Array:
@@ -259,9 +261,16 @@ def _on_one_gpu(args: tuple[Any, ...]) -> list[Any] | None:
             scalars = True
         else:
             return None
-    if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
-        return None
-    return bufs
+    if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or len(bufs) > 2):
+        dtype = _scalar_dtype(args)
+        if dtype is None:
+            return None if buf is None or buf.dtype.num >= FIRST_USER_DTYPE else (args, bufs, bufs)
+        # A number of this dtype among the arguments of a kernel: an array would be one more launch, to fill it.
+        strong = [np.asarray(b, dtype)[()] if type(b) in _REAL_SCALARS else b for b in bufs]
+        told = [float(s) if type(b) in _REAL_SCALARS else b for s, b in zip(strong, bufs, strict=True)]
+        args = tuple([t if type(a) in _REAL_SCALARS else a for t, a in zip(told, args, strict=True)])
+        return args, told, strong
+    return args, bufs, bufs
 
 
 def _computed(backend: Any, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any]) -> Any:
@@ -285,12 +294,13 @@ def _finished(
 
 def apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
     """:func:`apply` to what is not all in NumPy's memory."""
-    if _gpu is not None and (bufs := _on_one_gpu(args)):
-        return _finished(op, args, bufs, _computed(_gpu, op, args, bufs, params), params)
+    if _gpu is not None and (found := _on_one_gpu(args)):
+        args, bufs, given = found
+        return _finished(op, args, bufs, _computed(_gpu, op, args, given, params), params)
     args = _coerced(op, args)
     if not any(type(a) is Array for a in args):
         return apply(op, tuple([as_array(a) for a in args]), params)
-    args = _strong_scalars(args) or args
+    args = _strong_scalars(args)
     bufs = tuple([a._buf if type(a) is Array else a for a in args])
     deferred = [b for b in bufs if isinstance(b, Deferred)]
     if deferred:
@@ -334,8 +344,8 @@ def check_devices(op: Op, args: tuple[Any, ...]) -> None:
         )
 
 
-def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The arguments with real Python scalars as arrays, where the dtype they meet is one of ml_dtypes; else None.
+def _scalar_dtype(args: tuple[Any, ...]) -> np.dtype | None:
+    """The dtype that real Python scalars among the arguments take, where that is one of ml_dtypes.
 
     NumPy's rule that a Python scalar never widens an array does not reach dtypes that others register: ``bfloat16 *
     2.0`` would be float32, and ``where(c, bfloat16, 0.0)`` float64.
@@ -346,11 +356,17 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     else:
         return None
     floats = {b.dtype for b in args if type(b) is Array and b.dtype.kind not in "biu"}
-    if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
-        return None
+    return None if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args) else a._buf.dtype
 
-    where = a.device if isinstance(a.device, Device) else None
-    return tuple(_asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
+
+def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, those scalars as arrays."""
+    dtype = _scalar_dtype(args)
+    if dtype is None:
+        return args
+    device = next(a.device for a in args if type(a) is Array and a._buf.dtype == dtype)
+    where = device if isinstance(device, Device) else None
+    return tuple(_asarray(np.asarray(b, dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
 
 
 def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:

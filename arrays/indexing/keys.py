@@ -18,7 +18,7 @@ from ..core.devices import Device, default_device
 from ..core.dispatch import Deferred, wrap
 from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
-from ..kernels import compact
+from ..kernels import scans
 from ..ops.creation import asarray
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
             )
     buf = mask._buf
     with on_device_of(buf):
-        return [wrap(a) for a in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf))]
+        return [wrap(a) for a in (buf.nonzero() if type(buf) is np.ndarray else scans.true_places(buf))]
 
 
 def _is_empty(item: Any) -> bool:

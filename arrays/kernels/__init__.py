@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Iterator
 
 MODULES = (
-    *("attention", "grouped", "row_norms", "softmaxes", "channel_norms", "scatter", "philox", "compact", "float8"),
+    *("attention", "grouped", "row_norms", "softmaxes", "channel_norms", "scatter", "philox", "scans", "float8"),
     "rotary",
 )
 """Modules of this package that start kernels."""

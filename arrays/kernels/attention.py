@@ -75,17 +75,23 @@ class _Call(NamedTuple):
         grid, shared = (batches * ceil_div(length, rows), 1, 1), _shared(self.width, step)
         runner().launch(FILE, name, grid, (threads, 1, 1), [*arguments, *self.numbers], shared)
 
-    def poison(self, x: Any) -> Any:
-        """Zeros for each batch and column of an operand, NaN for those with an element that is not finite."""
-        r = runner()
-        batches, rows, width = math.prod(x.shape[:-2]), *x.shape[-2:]
-        out = r.xp.zeros((batches, width), np.float32)
-        parts = max(
-            1, min(ceil_div(rows * width // 8, 4 * THREADS), ceil_div(4 * r.properties().multiprocessors, batches))
-        )
-        arguments = [x, out, np.int32(rows), np.int32(width), np.int32(parts)]
-        r.launch(FILE, named("attention_poison", x.dtype), (batches * parts, 1, 1), (THREADS, 1, 1), arguments)
-        return out
+    def poison(self, *operands: Any) -> list[Any]:
+        """Of each of up to three operands zeros for each batch and column, NaN for those with an element that is not
+        finite; and nothing where no tile is left out."""
+        if not self.masked:
+            return [NOTHING] * len(operands)
+        r, numbers = runner(), []
+        shapes = [(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in operands]
+        ends = np.cumsum([batches * width for batches, _, width in shapes])
+        outs = r.xp.split(r.xp.zeros(ends[-1], np.float32), ends[:-1].tolist())
+        for batches, rows, width in shapes:
+            most = ceil_div(4 * r.properties().multiprocessors, batches)
+            numbers.append((batches, rows, width, max(1, min(ceil_div(rows * width // 8, 4 * THREADS), most))))
+        each = [(x, out, *map(np.int32, n)) for x, out, n in zip(operands, outs, numbers, strict=True)]
+        arguments = [a for k in range(3) for a in each[min(k, len(each) - 1)]]
+        grid = max(batches * parts for batches, *_, parts in numbers), len(each), 1
+        r.launch(FILE, named("attention_poison", self.q.dtype), grid, (THREADS, 1, 1), arguments)
+        return outs
 
 
 def _shared(width: int, step: int | None = None) -> int:
@@ -150,8 +156,7 @@ def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | 
     rows, e = q.shape[-2], v.shape[-1]
     out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
     of_rows = [runner().xp.empty((*call.lead, rows), np.float32) for _ in range(2)]
-    poison = call.poison(call.v) if call.masked else NOTHING
-    call.start("forward", [call.q, call.k, call.v, out, *of_rows, poison], rows, math.prod(call.lead))
+    call.start("forward", [call.q, call.k, call.v, out, *of_rows, *call.poison(call.v)], rows, math.prod(call.lead))
     return out[..., :e], *of_rows
 
 
@@ -165,7 +170,7 @@ def attention_backward(
         return NotImplemented
     xp, rows, keys, batches = runner().xp, q.shape[-2], k.shape[-2], math.prod(call.lead)
     operands = call.q, call.k, call.v, _padded(g)
-    q_poison, k_poison, g_poison = (call.poison(operands[i]) if call.masked else NOTHING for i in (0, 1, 3))
+    q_poison, k_poison, g_poison = call.poison(*operands[:2], operands[3])
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
     of_rows = [contiguous(a.astype(np.float32, copy=False)) for a in (shift, total)]
     of_rows.append(xp.empty((batches, rows), np.float32))  # the means of slopes

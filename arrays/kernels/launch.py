@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from ..core.op import Op
+
 SOURCES = Path(__file__).parent / "cuda"
 OPTIONS = ("-std=c++17",)
 """Options of NVRTC beside the architecture. Contraction into fused multiply-adds stays on: kernels with reproducible
@@ -200,20 +202,26 @@ def wide(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
 
 
-LARGE = 1 << 20
-"""Elements from which a call that CuPy has, too, is a kernel of ours: CuPy's take as long for an element of one byte as
-of eight (320 microseconds for 2**26 on an H200, where its memory allows 65 in bfloat16), but are started sooner."""
-large_copy: Callable[[Any], Any] | None = None
-"""A copy of a large array in C order; ``chains.large`` sets it."""
+large_copy: Callable[[Any, Any], None] | None = None
+"""``large_copy(source, target)`` of large arrays by vectors, wherever they lie; ``chains.large`` sets it."""
+
+
+def write(out: Any, key: Any, value: Any) -> None:
+    """``out[key] = value`` by a key without arrays, of a value in other memory."""
+    alike = getattr(value, "dtype", None) == out.dtype and out.dtype.itemsize <= 8
+    if not alike or out.size < Op.large or large_copy is None or (part := out[key]).size < Op.large:
+        out[key] = value
+    else:
+        large_copy(runner().xp.broadcast_to(value, part.shape), part)
 
 
 def contiguous(array: Any) -> Any:
     """The array itself where its elements lie in C order without gaps, else a copy that does."""
     if array.flags.c_contiguous:  # the namespace's own function would give an array without dimensions one
         return array
-    if array.size >= LARGE and large_copy is not None and array.dtype.itemsize <= 8:
-        return large_copy(array)
-    return runner().xp.ascontiguousarray(array)
+    out = runner().xp.empty(array.shape, array.dtype)
+    write(out, ..., array)
+    return out
 
 
 def in_step(*arrays: Any) -> list[Any]:

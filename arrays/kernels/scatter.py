@@ -18,7 +18,7 @@ from ..backends.determinism import is_deterministic
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
 from .geometry import MAX_GRID, ceil_div, vector_length
-from .launch import contiguous, i64, named, runner, wide
+from .launch import contiguous, i64, named, runner, wide, write
 
 FILE, GATHER = "scatter.cu", "gather.cu"
 _THREADS = 256
@@ -229,7 +229,7 @@ def scatter(g: Any, *arrays: Any, template: Any, shape: tuple[int, ...]) -> Any:
     xp = runner().xp
     out = xp.zeros(shape, g.dtype)
     if is_basic(template):
-        out[numpy_key(template, arrays)] = g
+        write(out, numpy_key(template, arrays), g)
         return out
     places, inner = rows_of(template, arrays, shape)
     return add_rows(out, places, contiguous(g).reshape(places.shape[0], inner), inner, False)
@@ -299,7 +299,7 @@ def index_set(x: Any, v: Any, *arrays: Any, template: Any) -> Any:
     """See :data:`meshtape.arrays.indexing.indexing.INDEX_SET`."""
     out = runner().xp.array(x, order="C")
     if is_basic(template):
-        out[numpy_key(template, arrays)] = fitted(v, out, template, arrays)
+        write(out, numpy_key(template, arrays), fitted(v, out, template, arrays))
     else:
         write_rows(out, v, template, arrays)
     return out

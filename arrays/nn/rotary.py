@@ -69,6 +69,7 @@ ROTARY_EMBEDDING = Op(
     decompose=_rotary_embedding,
     overrides={"numpy": first(ops.rotary_embedding, _impl), "cupy": rotary.rotary_embedding},
     params={"inverse": FLAG},
+    wide_sums=True,
     flops=3,
 )
 """With ``inverse`` by the negative angle."""

@@ -17,7 +17,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, defined
-from ..kernels.launch import LARGE, contiguous
+from ..kernels.launch import contiguous, write
 from .elementwise import ASTYPE, clip
 from .param_kinds import AXES, AXIS, ORDER, SIZES
 
@@ -25,7 +25,7 @@ from .param_kinds import AXES, AXIS, ORDER, SIZES
 
 
 def _reshape(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    if xp is np or x.flags.c_contiguous or x.size < LARGE:
+    if xp is np or x.flags.c_contiguous or x.size < Op.large:
         return x.reshape(shape)
     out = x.view()
     try:
@@ -48,7 +48,13 @@ def _flip(xp: Any, x: Any, axis: tuple[int, ...]) -> Any:
 
 
 def _concat(xp: Any, *xs: Any, axis: int) -> Any:
-    return xp.concatenate(xs, axis=axis)
+    if xp is np or sum(x.size for x in xs) < Op.large or any(x.dtype != xs[0].dtype for x in xs):
+        return xp.concatenate(xs, axis=axis)
+    ends = list(itertools.accumulate(x.shape[axis] for x in xs))
+    out = xp.empty((*xs[0].shape[:axis], ends[-1], *xs[0].shape[axis + 1 :]), xs[0].dtype)
+    for x, end in zip(xs, ends, strict=True):
+        write(out, (*(slice(None),) * axis, slice(end - x.shape[axis], end)), x)
+    return out
 
 
 def _no_view(shape: tuple[int, ...], wanted: tuple[int, ...]) -> ShapeError:

@@ -13,6 +13,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op, ShapeDtype
+from ..kernels import scans
 from ..ops.creation import asarray, beside, full
 from ..ops.elementwise import not_equal, subtract
 from ..ops.manipulation import astype, broadcast_to, concat
@@ -24,6 +25,14 @@ def _running(name: str) -> Any:
         if is_low_precision(x.dtype):
             return getattr(xp, name)(x, axis=axis, dtype=np.float32).astype(x.dtype)
         return getattr(xp, name)(x, axis=axis)
+
+    return impl
+
+
+def _on_gpu(op: str, name: str) -> Any:
+    def impl(x: Any, axis: int) -> Any:
+        out = scans.running(op, x, axis)
+        return _running(name)(scans.runner().xp, x, axis) if out is NotImplemented else out
 
     return impl
 
@@ -48,9 +57,22 @@ def _decompose_prod(x: Array, axis: int) -> Array:
     return astype(out, dtype, copy=False)
 
 
-CUMULATIVE_SUM = Op("cumulative_sum", ("x",), _running("cumsum"), _infer_running, params={"axis": AXIS})
+CUMULATIVE_SUM = Op(
+    "cumulative_sum",
+    ("x",),
+    _running("cumsum"),
+    _infer_running,
+    overrides={"cupy": _on_gpu("Sum", "cumsum")},
+    params={"axis": AXIS},
+)
 CUMULATIVE_PROD = Op(
-    "cumulative_prod", ("x",), _running("cumprod"), _infer_running, decompose=_decompose_prod, params={"axis": AXIS}
+    "cumulative_prod",
+    ("x",),
+    _running("cumprod"),
+    _infer_running,
+    decompose=_decompose_prod,
+    overrides={"cupy": _on_gpu("Multiply", "cumprod")},
+    params={"axis": AXIS},
 )
 
 

@@ -15,7 +15,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
-from ..kernels import compact
+from ..kernels import scans
 from ..ops.creation import arange, beside
 from ..ops.manipulation import astype, broadcast_to, reshape
 from ..ops.param_kinds import one_of
@@ -168,7 +168,7 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
     if isinstance(buf, Deferred):
         buf = buf.concrete() if buf.memory is None else (x != 0)._buf
     with on_device_of(buf):
-        return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf != 0)))
+        return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else scans.true_places(buf != 0)))
 
 
 @composite("count_nonzero")

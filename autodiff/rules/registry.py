@@ -37,7 +37,7 @@ from ... import arrays
 from ...arrays.chains.chains import as_one_launch
 from ...arrays.core.dispatch import SCALARS, apply
 from ...arrays.core.dtypes import HALF, float32
-from ...arrays.core.op import Op
+from ...arrays.core.op import NO_PARAMS, Op
 
 
 class Need(NamedTuple):
@@ -155,20 +155,29 @@ def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     return apply(op, args, params)
 
 
+def rounded(values: Sequence[Any], to: Sequence[np.dtype | None]) -> tuple[Any, ...]:
+    """Values of Arrays, or None, in these dtypes where one is given."""
+    return tuple([v if v is None or d is None else v.astype(d) for v, d in zip(values, to, strict=True)])
+
+
 def in_one_launch(rule: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of an elementwise op: on buffers of CuPy its calls are one launch, if they have that form and are more
-    than one. It widens what was kept of short floats itself."""
+    than one. It widens short floats itself, and rounds ``to`` another dtype."""
 
     def widening(xp: Any, g: Any, *kept: Any) -> Any:
+        if g.dtype.num >= HALF:
+            g = g.astype(float32)
         if g.dtype is float32:
             kept = tuple(k.astype(float32) if getattr(getattr(k, "dtype", None), "num", 0) >= HALF else k for k in kept)
         return rule(xp, g, *kept)
 
-    chain: Any = as_one_launch(functools.partial(widening, arrays), least=2)
+    @functools.cache
+    def chain(to: np.dtype | None) -> Callable[..., Any]:
+        return as_one_launch(lambda g, *kept: rounded((widening(arrays, g, *kept),), (to,))[0], least=2)
 
     @functools.wraps(rule)
-    def run(xp: Any, g: Any, *kept: Any) -> Any:
-        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+    def run(xp: Any, g: Any, *kept: Any, to: np.dtype | None = None) -> Any:
+        out = chain(to)(g, *kept) if xp.__name__ == "cupy" else NotImplemented
         return widening(xp, g, *kept) if out is NotImplemented else out
 
     return run
@@ -178,10 +187,13 @@ def all_in_one_launch(pulls: Sequence[tuple[int, Callable[..., Any], Any]]) -> C
     """Rules of several operands of an elementwise op (by :func:`in_one_launch`), each with the function that finds its
     arguments in what was kept, as one function that gives the cotangents by operand: of buffers of CuPy one launch."""
     joined = [pull for pull in pulls if pull[1] is not same]
-    chain: Any = as_one_launch(lambda g, *kept: tuple([rule(arrays, g, *find(kept)) for _, rule, find in joined]))
 
-    def run(xp: Any, g: Any, *kept: Any) -> dict[int, Any]:
-        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+    @functools.cache
+    def chain(*to: np.dtype | None) -> Callable[..., Any]:
+        return as_one_launch(lambda g, *kept: rounded([rule(arrays, g, *find(kept)) for _, rule, find in joined], to))
+
+    def run(xp: Any, g: Any, *kept: Any, to: Mapping[int, np.dtype] = NO_PARAMS) -> dict[int, Any]:
+        out = chain(*[to.get(i) for i, _, _ in joined])(g, *kept) if xp.__name__ == "cupy" else NotImplemented
         if out is NotImplemented:
             return {i: rule(xp, g, *find(kept)) for i, rule, find in pulls}
         return dict.fromkeys((i for i, _, _ in pulls), g) | {i: gx for (i, _, _), gx in zip(joined, out, strict=True)}

@@ -6,7 +6,8 @@ dtype of its value happen here, in :func:`fit`, and in no rule.
 The cotangents of floats of one or two bytes are summed and pulled back in float32. They are rounded once, where they
 leave the engine: for a caller, a hook, a user's derivative, or an op whose own kernels take short operands and sum them
 in float32. A cotangent that such an op gave waits as it is, and is widened where it is added to, or computed with: the
-same bits, and two casts less where the next op takes it short.
+same bits, and two casts less where the next op takes it short. So does one that is complete, where it will be rounded
+next: the sum, and the last op of a chain on a GPU, are then one launch with the rounding.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
 from ...arrays.core.op import ShapeDtype, state
 from ...arrays.core.program import Const, site_text
-from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import Writing
+from ...arrays.nn.rotary import ROTARY_EMBEDDING
 from ...arrays.ops.elementwise import ALIAS
 from ...arrays.ops.matmul import MATMUL
-from ..rules.registry import same
+from ..rules.registry import rounded, same
 from . import anomaly
-from .record import Recorded, Recording
+from .record import Recorded, Recording, VJPPlan
 
 Hook = Callable[[Array], Array]
 """A function of the complete cotangent of a value, which returns its replacement."""
@@ -71,6 +72,7 @@ def walk(
     owned = set() if owned is None else owned
     live, short = tape.live, tape.short
     general = wrapped or anomaly.mode.on or bool(hooks) or bool(short)
+    left = _rounded_next(records, tape, keep) if short and not hooks else {}
     in_c = compiled is not None and not general
     records = records if free else records.copy()
     outer, outer_site = state.origin, state.site
@@ -88,10 +90,10 @@ def walk(
                 for v in outputs:
                     if v in hooks:
                         _call_hooks(v, cots, hooks, owned, wrapped, short)
-                found = _found(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make)
+                found = _found(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make, left)
                 for i, gx in found:
                     if gx is not None:
-                        give(gx, inputs[i], live, cots, owned, xp, wrapped, short)
+                        give(gx, inputs[i], live, cots, owned, xp, wrapped, short, left)
                 continue
             # The most frequent records by far: the rules are called as they are.
             v = outputs[0]
@@ -135,21 +137,31 @@ def give(
     xp: Any,
     wrapped: bool,
     short: Mapping[int, np.dtype] = NO_HOOKS,
+    left: dict[int, int] = NO_HOOKS,
 ) -> None:
     """Add to the cotangent of the value ``v``. The first one of a ``short`` value stays as short as it is until another
-    is added, or a rule needs it in float32: most go to an op that takes it as it is."""
+    is added, or a rule needs it in float32: most go to an op that takes it as it is. ``left`` counts what is still to
+    be given to values whose cotangent is rounded next."""
     shape, dtype = live[v]
     before = cots.get(v)
-    if g.shape != shape or g.dtype is not dtype:
-        if before is None and v in short and g.shape == shape and g.dtype == short[v] and is_kept_short(g):
-            cots[v] = g
-            return
+    if v in left:
+        left[v] -= 1
+    if (g.shape != shape or g.dtype is not dtype) and not (
+        v in short and g.shape == shape and g.dtype == short[v] and is_kept_short(g)
+    ):
         g = fit(xp, g, shape, dtype)
-    if before is not None and before.dtype.num >= HALF:
-        before = cots[v] = cast(before, dtype)
     if before is None:
         cots[v] = g
-    elif v in owned and type(g) is not SparseCotangent:
+        return
+    if v in short:
+        if v not in owned and type(before) is not SparseCotangent and type(g) is not SparseCotangent:
+            total = cots[v] = _sum(before, g, dtype if left.get(v, 1) else short[v], not wrapped and xp is not np)
+            if total.dtype is dtype and type(total) is np.ndarray:
+                owned.add(v)
+            return
+        before, g = cast(before, dtype), cast(g, dtype)
+        cots[v] = before
+    if v in owned and type(g) is not SparseCotangent:
         before += g
     elif type(before) is SparseCotangent:
         total = cots[v] = before.add(g)
@@ -164,13 +176,50 @@ def give(
             owned.add(v)
 
 
-def _sums_itself(r: Recorded, live: Mapping[int, tuple[tuple[int, ...], np.dtype]], g: Any) -> bool:
+def _sum(a: Any, b: Any, dtype: np.dtype, on_gpu: bool) -> Any:
+    """The sum in float32 of two cotangents, rounded to ``dtype``."""
+    out = _sum_in_one_launch(dtype)(a, b) if on_gpu else NotImplemented
+    return cast(cast(a, float32) + cast(b, float32), dtype) if out is NotImplemented else out
+
+
+@functools.cache
+def _sum_in_one_launch(dtype: np.dtype) -> Callable[..., Any]:
+    return as_one_launch(lambda a, b: cast(cast(a, float32) + cast(b, float32), dtype))
+
+
+def _rounded_next(records: Sequence[Any], tape: Recording, keep: frozenset[int]) -> dict[int, int]:
+    """The values of two bytes whose cotangents are rounded before anything is computed with them, and how many times
+    each is given one."""
+    live, short = tape.live, tape.short
+    times: dict[int, int] = {}
+    made: set[int] = set()
+    for plan, inputs, outputs, *_ in records:
+        made.update(outputs)
+        for i in plan.wanted:
+            times[inputs[i]] = times.get(inputs[i], 0) + 1
+    rounded = {v for v in keep if v not in made and v in short and short[v].itemsize == 2}
+    for plan, inputs, outputs, *_ in records:
+        v = outputs[0]
+        if v not in short or short[v].itemsize != 2 or hasattr(plan.op, "expand"):
+            continue
+        if plan.moves:
+            names = [inputs[i] for i in plan.wanted]
+            summed = plan.pulls and plan.pulls[0][1] is same and any(live[u][0] != live[v][0] for u in names)
+            if not summed and all(u in rounded and times[u] == 1 for u in names):
+                rounded.add(v)
+        elif hasattr(plan.op, "pull") or _sums_itself(plan, inputs, outputs, live):
+            rounded.add(v)
+    return {v: times[v] for v in rounded if v in times}
+
+
+def _sums_itself(plan: VJPPlan, inputs: Sequence[Any], outputs: Sequence[int], live: Mapping[int, Any]) -> bool:
     # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside
     # of it. (One matrix beside a stack of them is multiplied with all rows together.)
-    if r.plan.op is MATMUL:
-        shapes = [(i, live[r.inputs[i]][0]) for i in r.plan.wanted]
-        return all(len(s) == 2 if i else s[:-2] == g.shape[:-2] and len(s) > 1 for i, s in shapes)
-    return r.plan.op.wide_sums
+    if plan.op is MATMUL:
+        shapes, rows = [(i, live[inputs[i]][0]) for i in plan.wanted], live[outputs[0]][0][:-2]
+        return all(len(s) == 2 if i else s[:-2] == rows and len(s) > 1 for i, s in shapes)
+    # So are the products that the tables of a rotation get.
+    return plan.op.wide_sums and (plan.op is not ROTARY_EMBEDDING or plan.wanted == (0,))
 
 
 def is_kept_short(g: Any) -> bool:
@@ -209,6 +258,7 @@ def _found(
     xp: Any,
     wrapped: bool,
     make: TapeMaker,
+    left: Mapping[int, int],
 ) -> Iterable[tuple[int, Any]]:
     """The cotangents that a record of any kind gives, with the positions of their operands."""
     plan, outputs, short = r.plan, r.outputs, tape.short
@@ -221,16 +271,17 @@ def _found(
     mine = not wrapped and outputs[0] in owned and outputs[0] not in keep
     owned.difference_update(outputs)
     own = hasattr(plan.op, "pull")
-    wide = any(v in short for v in outputs)
+    wide = not plan.moves and any(v in short for v in outputs)
     narrowest = min((short[v].itemsize for v in outputs if v in short), default=0)
-    if wide and (own or (narrowest > 1 and _sums_itself(r, tape.live, gs[0]))):  # a float8 would not hold the sums
+    if wide and (own or (narrowest > 1 and _sums_itself(plan, r.inputs, outputs, tape.live))):
+        # (A float8 would not hold the sums.)
         # Cotangents of results beside an op's first are passed on, and stay wide.
         count = len(gs) if own else 1
         for i, v in enumerate(outputs):
             if v in short and gs[i] is not None:
                 gs[i] = cast(gs[i], short[v] if i < count else float32)
         wide = False
-    elif wide:
+    elif wide and not plan.widens:
         gs = widened(gs)
     # A user's function may be shown sparse cotangents.
     if not own and plan.op is not GETITEM and (wrapped or anomaly.mode.on or not plan.takes_sparse):
@@ -243,7 +294,13 @@ def _found(
     state.site = r.site
     if wrapped:
         state.origin = f"{r.name} vjp"
-    found = _pull(r, g, xp, wrapped, wide, mine, make)
+    to: dict[int, np.dtype] = {}
+    if left and plan.widens and not wrapped:  # operands that get no other cotangent, and no sum of one
+        for i in plan.wanted:
+            v = r.inputs[i]
+            if left.get(v) == 1 and v not in cots and tape.live[v][0] == tape.live[outputs[0]][0]:
+                to[i] = short[v]
+    found = _pull(r, g, xp, wrapped, wide, mine, make, to)
     if not wrapped and plan.op is INDEX_SET and plan.wanted[0] == 0 and r.inputs[0] not in cots:
         owned.add(r.inputs[0])  # nobody else holds the memory of the cotangent of an array before a write
     if anomaly.mode.on:
@@ -304,17 +361,27 @@ def _expand(
         move(name, v)
 
 
-def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, make: TapeMaker) -> list[Any]:
+def _pull(
+    r: Recorded,
+    g: Any,
+    xp: Any,
+    wrapped: bool,
+    wide: bool,
+    mine: bool,
+    make: TapeMaker,
+    to: Mapping[int, np.dtype],
+) -> list[Any]:
     """Cotangents of the watched operands by the rules, in the general case. ``wide``: short floats in float32; the
-    memory of ``g`` may be written to where it is ``mine``."""
+    memory of ``g`` may be written to where it is ``mine``; ``to``: dtypes to which one launch rounds, by operand."""
     plan = r.plan
     if plan.pulls is None and plan.together is None:
         if hasattr(plan.op, "pull"):
             return plan.op.pull(r, g, wrapped)
         if plan.op.decompose is None:
             raise NonDifferentiableError(f"[{plan.op.name}] has no derivative; it was called at {site_text(r.site)}")
-        if xp.__name__ == "cupy" and plan.op.infer is elementwise:
-            out = _in_one_launch(plan, repr(r.params), tuple(r.params.items()), wide, make)(g, *r.kept)
+        if plan.widens and not wrapped:
+            rounds = tuple(map(to.get, plan.wanted))
+            out = _in_one_launch(plan, repr(r.params), tuple(r.params.items()), wide, rounds, make)(g, *r.kept)
             if out is not NotImplemented:
                 return list(out)
         return _pull_decomposed(r, g, wrapped, wide, make)
@@ -329,7 +396,7 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, m
         kept = tuple(widened(kept))
     if plan.together is not None:
         rule, find = plan.together
-        found = rule(xp, g, *find(kept))
+        found = rule(xp, g, *find(kept), **({"to": to} if plan.widens else {}))
         return [found.get(p) for p in plan.wanted] if type(found) is dict else [found[p] for p in plan.wanted]
     found = dict.fromkeys(plan.wanted)
     # The written value's first. Then nobody reads the array's again, and a loop of n writes copies it once, and not n
@@ -339,6 +406,8 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, m
             index, template = find(kept)
             write(xp, g, 0.0, template, index)
             found[i] = g
+        elif i in to and rule is not same:
+            found[i] = rule(xp, g, *find(kept), to=to[i])
         else:
             found[i] = rule(xp, g, *find(kept))
     return list(found.values())
@@ -369,7 +438,8 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeM
         b if type(v) is not int else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.kept, r.inputs, strict=True)
     ]
-    args = widened(args) if wide else args
+    if wide:
+        args, g = widened(args), _wide(g)
     tape = make()
     with tape:
         tape.watch([args[p] for p in r.plan.wanted])
@@ -385,15 +455,22 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeM
 
 
 @functools.lru_cache(maxsize=256)
-def _in_one_launch(plan: Any, text: str, params: tuple[Any, ...], wide: bool, make: TapeMaker) -> Callable[..., Any]:
-    """:func:`_pull_decomposed` of an elementwise op as one launch on a GPU, of the cotangent and the operands. (The
-    text tells 1 from 1.0, and 0.0 from -0.0.)"""
+def _in_one_launch(
+    plan: VJPPlan,
+    text: str,
+    params: tuple[Any, ...],
+    wide: bool,
+    to: tuple[np.dtype | None, ...],
+    make: TapeMaker,
+) -> Callable[..., Any]:
+    """:func:`_pull_decomposed` of an elementwise op as one launch on a GPU, of the cotangent and the operands, with the
+    results rounded ``to`` these dtypes. (The text tells 1 from 1.0, and 0.0 from -0.0.)"""
 
     def cotangents(g: Array, *args: Any) -> tuple[Any, ...]:
         names = [new_id(a) if type(a) is Array else Const(a) for a in args]
         kept = tuple(a._buf if type(a) is Array else a for a in args)
         record = Recorded(plan, names, (), kept, dict(params), None, None, None)
-        return tuple(_pull_decomposed(record, g, True, wide, make))
+        return rounded(_pull_decomposed(record, g, True, wide, make), to)
 
     return as_one_launch(cotangents)
 

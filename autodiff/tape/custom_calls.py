@@ -51,7 +51,7 @@ class CallPlan(VJPPlan):
         self.op, self.wanted = op, wanted
         self.avals = avals  # of the watched operands
         self.pulls = self.together = None
-        self.single = self.simple = self.takes_sparse = self.partial = False
+        self.single = self.simple = self.takes_sparse = self.moves = self.widens = self.partial = False
 
 
 @contextmanager

@@ -22,11 +22,14 @@ from ...arrays.core.program import Const, Entry, Site
 from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET
 from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
+from ...arrays.ops.manipulation import CONCAT, FLIP, PERMUTE_DIMS, RESHAPE
 from ..rules import RULES
 from ..rules.registry import RULES_OF_SHORT, VJPRule, all_in_one_launch, in_one_launch, same
 
 _TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
 """Ops whose rules only use operations that a sparse cotangent has."""
+_MOVES = frozenset({CONCAT, FLIP, PERMUTE_DIMS, RESHAPE})
+"""Ops whose rules put the elements of a cotangent elsewhere, and compute nothing."""
 
 
 class VJPPlan:
@@ -52,17 +55,20 @@ class VJPPlan:
         Whether it may in C, of arrays of NumPy: for any number of results, and by a rule for all operands, too.
     takes_sparse
         Whether the rules take a sparse cotangent.
+    moves
+        Whether the rules compute nothing, so that they take a cotangent of two bytes as it is.
     partial
         Whether the rule takes None for the cotangent of a result that nothing depends on.
     of_complex, of_short
         The plans of calls with complex results, and with results of one or two bytes.
     on_gpu
-        The plan of calls on a GPU: the rules of an elementwise op are one launch together, and widen short floats
-        themselves (``widens``).
+        The plan of calls on a GPU: the rules of an elementwise op are one launch together, which widens short floats
+        itself (``widens``).
     """
 
     __slots__ = (
         "keeps_result",
+        "moves",
         "of_complex",
         "of_short",
         "on_gpu",
@@ -89,7 +95,7 @@ class VJPPlan:
         self.places: tuple[tuple[int | slice, ...] | None, ...] = ()
         self.together: tuple[Callable[..., Any], Any] | None = None
         self.rest: tuple[Any, ...] = ()
-        self.simple = self.takes_sparse = self.widens = False
+        self.simple = self.takes_sparse = self.moves = self.widens = False
         self.partial = rule is not None and rule.partial
         self.plain = rule is not None and op is not INDEX_SET
         self.saves: tuple[int, ...] = tuple(range(count))
@@ -105,12 +111,14 @@ class VJPPlan:
             places = {k: self._places(rule.needs.get(k, ()), count) for k in keys}
             if rule.together is not None:
                 self.together = rule.together, _picker(places[-1])
+                self.moves = op in _MOVES
             else:
                 self.pulls = tuple((i, rule.each[i], _picker(places[i])) for i in wanted if i in rule.each)
                 whole = {i: all(type(p) is int for p in at) for i, at in places.items()}
                 self.places = tuple(tuple(places[i]) if whole[i] else None for i, _, _ in self.pulls)
                 self.simple = self.single and op is not INDEX_SET
-                self.takes_sparse = op in _TAKES_SPARSE or all(fn is same for _, fn, _ in self.pulls)
+                ones = all(fn is same for _, fn, _ in self.pulls)
+                self.takes_sparse, self.moves = ones or op in _TAKES_SPARSE, ones or op in _MOVES
         self.pick = _picker(self.saves)
         self.keeps_result = bool(self.saves) and self.saves[-1] >= count
         self.of_complex = self.on_gpu = self
@@ -120,9 +128,10 @@ class VJPPlan:
             self.of_complex.of_complex = self.of_complex.on_gpu = self.of_complex
             self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
             self.of_complex.places = (None,) * len(self.of_complex.pulls)
-        if self.pulls and op.infer is elementwise:
+        if op.infer is elementwise and (self.pulls or rule is None):
             self.on_gpu = copy(self)
             self.on_gpu.widens = True
+        if op.infer is elementwise and self.pulls:
             self.on_gpu.pulls = tuple((i, fn if fn is same else in_one_launch(fn), find) for i, fn, find in self.pulls)
             if sum(fn is not same for _, fn, _ in self.pulls) > 1:
                 self.on_gpu.together, self.on_gpu.simple = (all_in_one_launch(self.on_gpu.pulls), tuple), False

@@ -12,7 +12,7 @@ from .parts import CHECKPOINT, INTEGERS, JSON, checked, dtype_names, examples, p
 from .storage import key_rules
 
 _OPTIONS = {
-    "mean": {"integers"},
+    "mean": {"steps", "integers"},
     "sum": {"weights", "normalize", "integers"},
     "ema": {"decay", "steps", "integers"},
     "difference": {"integers"},
@@ -74,7 +74,7 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 @click.option("--weights", metavar="W,W,…", callback=_list(float), help="sum: the weight of each.")
 @click.option("--normalize", is_flag=True, default=None, help="sum: divide by the sum of the weights.")
 @click.option("--decay", type=float, help="ema: from 0, the last alone, to 1.")
-@click.option("--steps", metavar="N,N,…", callback=_list(int), help="ema: steps of the run; by default all.")
+@click.option("--steps", metavar="N,N,…", callback=_list(int), help="mean, ema: steps of the run; by default all.")
 @INTEGERS
 @click.option("--scale", type=float, help="add, lora: a factor of what is added.")
 @click.option("--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="cast: of floating arrays.")
@@ -98,12 +98,13 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
     Writes a small document that opens like any checkpoint: it is listed, loaded, verified, compared, browsed and
     merged, and its arrays are computed meanwhile. It names its parents, and notices when they change.
 
-    KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE
+    KIND is mean or ema, over the steps of a run or over checkpoints; sum, of checkpoints; difference, A - B; add, BASE
     + scale × DELTA; lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one
     checkpoint; blend, by a configuration of mergekit, whose file takes the place of SOURCES; repin, a document whose
     parents are pinned as they are now.
     """
     from meshtape.storage import blended, virtual
+    from meshtape.storage.loading.runs import is_run
 
     options = {name: value for name, value in given.items() if value not in (None, ())}
     shown = {"ranges": "rows"}
@@ -120,8 +121,8 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
         options["rules"] = key_rules(options["rules"])
     named = {"sum": "weighted_sum", "rules": "with_rules"}.get(kind, kind)
     function = blended if kind == "blend" else getattr(virtual, named)
-    is_run = kind == "ema" and len(sources) == 1
-    made = function(*([sources[0] if is_run else sources] if not wanted else sources), **options)
+    run = len(sources) == 1 and (kind == "ema" or (kind == "mean" and is_run(sources[0])))
+    made = function(*([sources[0] if run else sources] if not wanted else sources), **options)
     where = virtual.write(out, made, overwrite=overwrite)
     if as_json:
         print_json({"path": where, "expression": made.path, "arrays": len(made), "nbytes": made.nbytes})

@@ -37,18 +37,19 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     contents alone. On a terminal the table fits its width; in a pipe every line is whole.
 
     Of a directory of numbered checkpoints it lists these, with their branches and the leftovers of killed writers. Of
-    an icechunk repository, icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
+    an icechunk repository, its path or icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
     """
     import meshtape as mt
 
     from ..arrays.core.formatting import human_bytes
     from ..storage.browse.model.inventory import Inventory, Query
     from ..storage.browse.model.text import count, visible
+    from ..storage.stores import store
     from . import runs
     from .tables import Column, write, write_text
 
-    if path.lower().startswith("icechunk://") and "@" not in path:
-        runs.show_repository(path, as_json)
+    if "@" not in path and (repository := store.repository_at(store.location(path))):
+        runs.show_repository(repository, as_json)
         return
     try:
         ckpt = mt.open_checkpoint(path)

@@ -36,8 +36,9 @@ def _plain(x: Any) -> dict[str, Any]:
 def show(path: str, as_json: bool) -> bool:
     """List the steps of a run and its leftovers; False where the place has neither."""
     from ..storage import leftovers
-    from ..storage.browse.model.runs import history, is_run
+    from ..storage.browse.model.runs import history
     from ..storage.browse.model.text import visible
+    from ..storage.loading.runs import is_run
     from ..storage.stores import store
     from .tables import Column, write
 
@@ -54,7 +55,8 @@ def show(path: str, as_json: bool) -> bool:
     rows: list[dict[str, Any]] = [
         {
             **{k: getattr(s, k) for k in ("name", "step", "arrays", "nbytes")},
-            "branch": str(s.branch),
+            "kind": s.kind,
+            "branch": str(s.branch) if s.kind == "meshtape" else "",
             "current": s.name in line,
             "metrics": dict(s.metrics),
             "note": s.note,
@@ -87,20 +89,20 @@ def show(path: str, as_json: bool) -> bool:
             ]
             for r in rows
         ],
-        title=visible(f"{path} (run, {run.branch})", 10**4),
+        title=visible(f"{path} (run, {run.origin})", 10**4),
     )
     if left:
         _table(left, "what writers have not finished (meshtape gc removes what is dead)")
     return True
 
 
-def show_repository(path: str, as_json: bool) -> None:
+def show_repository(repository: str, as_json: bool) -> None:
     """List branches, tags and the newest snapshots of an icechunk repository."""
     from ..storage.browse.model.text import visible
-    from ..storage.stores import icechunk_store, store
+    from ..storage.stores import icechunk_store
     from .tables import Column, write
 
-    place = icechunk_store.divide(store.location(path))[0]
+    place = icechunk_store.divide(repository)[0]
     held = icechunk_store.history(place, _SNAPSHOTS)
     names = [*held.branches.items(), *((f"tag {t}", snapshot) for t, snapshot in held.tags.items())]
     rows = [
@@ -139,14 +141,16 @@ def show_repository(path: str, as_json: bool) -> None:
     "--older-than",
     type=click.FloatRange(min=0),
     metavar="HOURS",
-    help="Silence after which an owner that cannot be asked is dead; by default 1, and 24 in an object store.",
+    help="Silence after which an owner that cannot be asked is dead; by default 1, and 24 in an object store or a "
+    "repository.",
 )
 @click.option("--parts", is_flag=True, help="Remove unfinished transfers too, with which the same command would go on.")
 @JSON
 def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json: bool) -> None:
     """Remove leftovers of killed writers.
 
-    PATH is a directory of checkpoints, or a checkpoint. Files of a live process, and your own files, are never touched.
+    PATH is a directory of checkpoints, a checkpoint, or an icechunk repository, of which icechunk deletes all to which
+    no branch or tag leads. Files of a live process, and your own files, are never touched.
     """
     from ..storage import gc as run
     from ..storage.stores import store
@@ -175,14 +179,26 @@ def du(path: str, as_json: bool) -> None:
     PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those
     count once in the total, and are free when the last step that has them is deleted. A base of deltas is replaced by
     the first of them when it is deleted: about that one's bytes are free then.
+
+    Of an icechunk repository it tells the bytes of its chunks, and those to which no branch or tag leads.
     """
-    from ..storage import usage
+    from ..storage import RepositoryUsage, usage
     from ..storage.browse.model.text import visible
     from .tables import Column, write
 
     found = usage(path)
     if as_json:
         print_json(asdict(found))
+        return
+    title = visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4)
+    if isinstance(found, RepositoryUsage):
+        rows = [
+            ["chunks of branches and tags", human_bytes(found.chunks)],
+            ["chunks inlined in manifests", human_bytes(found.inlined)],
+            ["virtual chunks, in files elsewhere", human_bytes(found.virtual)],
+            ["no branch or tag leads there (meshtape gc)", human_bytes(found.unreachable)],
+        ]
+        write([Column(""), Column("bytes", number=True)], rows, title=title)
         return
     write(
         [
@@ -202,5 +218,5 @@ def du(path: str, as_json: bool) -> None:
             ]
             for s in found.steps
         ],
-        title=visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4),
+        title=title,
     )

@@ -327,9 +327,7 @@ def open_array(path: str, mode: str = "r") -> Any:
     if mode == "r":
         found = zarr_tensor.open_array(stores.location(path), "")
         return StoredArray((path,), found.kept() if isinstance(found, ZarrTensor) else found)
-    import zarr
-
-    from ...storage.format import zarr_dtypes  # noqa: F401  # the small floats are registered by the import
+    from ...storage.format.zarr_dtypes import zarr  # with our small floats
 
     return zarr.open_array(**_place(path), mode=mode)
 
@@ -346,9 +344,7 @@ def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequen
 
 
 def _created(place: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
-    import zarr
-
-    from ...storage.format import zarr_dtypes  # noqa: F401
+    from ...storage.format.zarr_dtypes import zarr
 
     return zarr.create_array(
         place["store"],

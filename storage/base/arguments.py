@@ -36,8 +36,8 @@ def check_positive(**given: Any) -> None:
             raise CheckpointError(f"{name} must be a positive whole number, got {n!r:.80}")
 
 
-def check_mappings(**given: Any) -> None:
-    """Each is a mapping."""
-    for name, value in given.items():
-        if not isinstance(value, Mapping):
-            raise CheckpointError(f"{name} must be a mapping, such as a dict, got {value!r:.80}")
+def mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    """A mapping as it is; None is an empty one. ``what`` begins the error."""
+    if not isinstance(value, Mapping | None):
+        raise CheckpointError(f"{what} must be a mapping, such as a dict, got {value!r:.80}")
+    return {} if value is None else value

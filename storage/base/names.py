@@ -104,6 +104,11 @@ def fits(name: str, patterns: str | Iterable[str]) -> bool:
     return any(name == p or fnmatchcase(name, p) for p in each)
 
 
+def is_wanted(name: str, keys: str | Iterable[str] | None, drop: str | Iterable[str] | None) -> bool:
+    """Whether ``keys`` (None: all) take a name, and ``drop`` does not leave it out."""
+    return (keys is None or fits(name, keys)) and not (drop is not None and fits(name, drop))
+
+
 def patterns_of(keys: str | Iterable[str], what: str = "keys are names or patterns") -> list[str]:
     """Names or patterns that a caller gives: one, or several. An error says ``what`` they are."""
     held = [keys] if isinstance(keys, str) or not isinstance(keys, Iterable) else list(keys)

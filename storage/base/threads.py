@@ -7,11 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any
 
+from ...arrays.core.errors import OutOfMemory
 from .waiting import pool
 
 THREADS = 2  # to one disk, more only wait for each other
@@ -46,6 +47,17 @@ def compressors(shards: int, at_a_time: int) -> int:
     """Threads that compress the chunks of one shard, where ``shards`` are to be written, so many at a time."""
     processors = max(1, (os.cpu_count() or 1) - _behind.get())
     return max(1, min(COMPRESSORS, processors) // max(1, min(shards, at_a_time)))
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """`OutOfMemory` where the system has no more threads for this process."""
+    try:
+        yield
+    except RuntimeError as e:
+        if "start new thread" not in str(e):
+            raise
+        raise OutOfMemory("the system has no more threads for this process: its ulimit -u is reached") from None
 
 
 def in_threads(
@@ -88,11 +100,15 @@ def in_threads(
         # In the context of the caller, as if they did the work themselves.
         futures: list[Future[None]] = []  # also those before one that cannot begin
         try:
-            futures.extend(made.submit(copy_context().run, take) for _ in range(count))
-        except RuntimeError:  # the system has no more threads for us: this one does the work
-            take()
-        for future in futures:
-            future.result()
+            try:
+                futures.extend(made.submit(copy_context().run, take) for _ in range(count))
+            except RuntimeError:  # the system has no more threads for us: this one does the work
+                take()
+            for future in futures:
+                future.result()
+        except BaseException:  # Ctrl-C: none that waits is begun
+            failed.append(len(items))
+            raise
     if failed:
         raise out[min(failed)]
     return out

@@ -1,4 +1,5 @@
-"""Calls of the clients of network stores: made in a thread aside, so that an interrupt, or a limit, ends the wait.
+"""Ctrl-C, limits and forks: calls of the clients of network stores, made in a thread aside, whose wait each of them
+ends.
 
 These clients (obstore, icechunk) are written in Rust. Nothing ends a call of theirs from outside. Their threads do not
 survive a fork, and what a child would ask of them, it would do to the parent's connections: both share one epoll.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import threading
 import time
@@ -144,6 +146,27 @@ def _make(future: Future[Any], work: Callable[[], Any], then: Callable[[], None]
     else:
         then()
         future.set_result(found)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the imports of a block are done; the signal's handler is called then.
+
+    Half of a large package would stay in the process, and every later import of it fail there.
+    Python gives the signal to the main thread alone, so that imports of others are whole.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, object]] = []
+    signal.signal(signal.SIGINT, lambda *said: held.append(said))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
 
 
 # ----- forks ----------------------------------------------------------------------------------------------------------

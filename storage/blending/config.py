@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError
+from ..base.waiting import uninterrupted
 from ..stores import store as stores
 
 REQUIRED = object()
@@ -156,7 +157,8 @@ class Problems(list[str]):
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConfig:
     """A configuration from a file, its text, or a dict. Raises `CheckpointError` that lists what is wrong."""
-    import yaml
+    with uninterrupted():
+        import yaml
 
     if isinstance(config, Mapping):
         parsed, where = config, "configuration"

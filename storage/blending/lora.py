@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists
-from ..base.names import fits
+from ..base.names import is_wanted
 from ..checkpoint.checkpoint import Checkpoint
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS
@@ -128,7 +128,7 @@ def extract_lora(
         raise CheckpointExists(f"{target} exists; an adapter is written to a new directory")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"rank is a positive whole number, got {rank!r}")
-    wanted = [n for n in new if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
+    wanted = [n for n in new if is_wanted(n, keys, drop)]
     for n in wanted:
         if n not in old:
             problems.append(f"the base has no key {n!r}")

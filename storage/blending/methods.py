@@ -103,6 +103,7 @@ class Formula:
     __slots__ = ()
     measures: ClassVar[bool] = False  # whether `combine` needs numbers about the whole tensor
     rows: ClassVar[bool] = False  # whether a piece must hold whole rows
+    keeps_scale: ClassVar[Any] = False  # whether products of two results are as large as those of the sources
 
     def combine(self, piece: Piece, measured: Any) -> np.ndarray:
         raise NotImplementedError
@@ -119,6 +120,8 @@ class Linear(Formula):
     weights: tuple[float, ...]
     normalize: bool
 
+    keeps_scale = property(lambda self: self.normalize or math.isclose(math.fsum(self.weights), 1))
+
     def combine(self, piece: Piece, measured: Any) -> np.ndarray:
         kind = real(piece.work).type
         out, whole = piece.held[0] * kind(self.weights[0]) + kind(0), kind(self.weights[0])
@@ -133,6 +136,8 @@ class Scaled(Formula):
     """One source, multiplied by a number."""
 
     scale: float | None
+
+    keeps_scale = property(lambda self: self.scale in (None, 1))
 
     def combine(self, piece: Piece, measured: Any) -> np.ndarray:
         (x,) = piece.held

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ...arrays.core.formatting import some
-from ..base.names import fits
+from ..base.names import fits, is_wanted
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
@@ -162,6 +162,7 @@ class Planner:
         # Of the layers that slices name: the model that describes each, and its number there.
         self.order: list[tuple[ModelRef, int]] = []
         self._faults = Faults()
+        self._adapters = fitting.are_adapters(made)
         self._said: dict[str, Any] = {}  # of their arrays by other writers, by checkpoint
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -171,6 +172,7 @@ class Planner:
         for m, p in self.parents.items():
             held = p.ckpt.documents
             self.notes += [f"{m}: {note}" for note in held.notes] if m.lora and isinstance(held, Documents) else []
+        self.notes += [fitting.AVERAGED] if self._adapters and len(made) > 1 else []
         self._plan()
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
@@ -329,7 +331,7 @@ class Planner:
 
     def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float, key: Any) -> None:
         self.names.append(name)
-        if (self._keys is not None and not fits(name, self._keys)) or fits(name, self._drop):
+        if not is_wanted(name, self._keys, self._drop):
             return
         names = [self._named(x, name, n) for x, n in zip(s.sources, found, strict=True)]
         if None in names:
@@ -390,6 +392,10 @@ class Planner:
             )
         except CheckpointError as e:
             self._faults.add(str(e), name)
+            return
+        if self._adapters and not method.keeps_scale:
+            text = "factors of adapters are blended by linear alone, with normalize: true or weights that sum to 1"
+            self._faults.add(f"{text}. {fitting.EXACT}", name)
             return
         if isinstance(method, (Directions, SelectCalculateErase, ArceeFusion)) and work.itemsize == 2:
             work = np.dtype(np.float32)  # mergekit's angles and variances of short numbers have few right digits

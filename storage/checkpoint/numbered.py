@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
 DELTA = "meshtape.delta"
 """The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
+_SERIES = re.compile(r"(?!.*tmp)([^\d.]*)(\d+)")
 _LOOKS = 100  # at a directory, while another process rotates it
 
 
@@ -41,6 +43,16 @@ class Numbered:
 def name(step: int) -> str:
     """The name of a step's folder."""
     return f"step-{step:08d}"
+
+
+def series(folder: str) -> tuple[str, int] | None:
+    """The word and the number of a folder that writers of any kind may give to a step; None where it has none.
+
+    >>> series("checkpoint-500"), series("global_step7"), series("100"), series("step-3.tmp-1"), series("v1.5")
+    (('checkpoint-', 500), ('global_step', 7), ('', 100), None, None)
+    """
+    found = _SERIES.fullmatch(folder)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def listed(folders: list[str]) -> dict[str, None]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from ...arrays.core.errors import CheckpointError, StoreError
+from ..base.threads import starting
 from ..stores import owners, store
 from ..stores.contract import Store
 from ..stores.filesystem import try_lock
@@ -112,7 +113,8 @@ class _Objects:
         if alone or (others and not self._shared):
             return False
         self._renewing = threading.Thread(target=self._renew, daemon=True)
-        self._renewing.start()
+        with starting():
+            self._renewing.start()
         return True
 
     def is_there(self) -> bool:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...arrays.core.errors import CheckpointError, StoreError
+from ...arrays.core.errors import StoreError
+from ...arrays.core.formatting import count
 from ..stores import atomic_directory, icechunk_store, owners, store
 from ..stores.contract import listed
 from ..stores.filesystem import try_lock
@@ -17,6 +18,7 @@ from .anchor_lock import sweep
 from .contents import JOURNAL
 
 PART = ".part"
+_DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Leftover:
     """Unfinished work of a writer. ``why`` says why its owner counts as dead; "" where it may live.
 
     ``kind`` is ``"tmp"`` (half a save), ``"old"`` (a checkpoint that is being replaced), ``"trash"`` (half a deletion),
-    ``"claim"`` (either, in an object store), or ``"part"`` (an unfinished transfer, with which the same call goes on).
+    ``"claim"`` (either, in an object store), ``"part"`` (an unfinished transfer, with which the same call goes on), or
+    ``"garbage"`` (of an icechunk repository: all to which no branch or tag leads).
     """
 
     path: str
@@ -97,16 +100,25 @@ def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
         yield Leftover(store.join(place, claim), "claim", sum(e.nbytes for e in left), age, why or "")
 
 
+def _garbage(repository: str, silence: float | None, dry_run: bool) -> list[Leftover]:
+    place, silence = icechunk_store.divide(repository)[0], _DAY if silence is None else silence
+    held = icechunk_store.collect(place, silence, dry_run=dry_run)
+    objects = {"chunk": held.chunks_deleted, "manifest": held.manifests_deleted, "snapshot": held.snapshots_deleted}
+    why = ", ".join(count(n, what) for what, n in objects.items() if n)
+    return [Leftover(place, "garbage", held.bytes_deleted, silence, f"no branch or tag leads to {why}")] if why else []
+
+
 def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = None) -> list[Leftover]:
     """The unfinished work of the writers of a directory of checkpoints, or of one checkpoint. Nothing is changed.
 
     Parameters
     ----------
     directory
-        A directory with checkpoints in it, or a checkpoint; a path or URL.
+        A directory with checkpoints in it, a checkpoint, or an icechunk repository; a path or URL.
     older_than
         Seconds without a sign after which an owner that cannot be asked (of another machine, say) counts as dead; by
-        default an hour, and a day in an object store. The holder of a lock here is alive however silent.
+        default an hour, and a day in an object store and in a repository, which knows no owners: it must be longer than
+        any save into it takes. The holder of a lock here is alive however silent.
 
     Examples
     --------
@@ -119,8 +131,8 @@ def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = N
     [True]
     """
     where = store.location(directory)
-    if icechunk_store.is_versioned(where):
-        raise CheckpointError(f"{where}: icechunk collects its garbage itself: Repository.garbage_collect(older_than)")
+    if repository := store.repository_at(where):
+        return _garbage(repository, older_than, dry_run=True)
     if store.is_url(where):
         return [x for place in (where, *places(where)) for x in _stored(place, older_than)]
     where = os.path.abspath(where)
@@ -131,6 +143,9 @@ def gc(
     directory: str | os.PathLike[str], *, dry_run: bool = False, older_than: float | None = None, parts: bool = False
 ) -> list[Leftover]:
     """Delete the leftovers of dead writers, and put back a checkpoint that one had set aside; returns those leftovers.
+
+    Of an icechunk repository icechunk itself deletes all to which no branch or tag leads. History is never deleted:
+    ``icechunk.Repository.expire_snapshots`` shortens it.
 
     Parameters
     ----------
@@ -151,10 +166,13 @@ def gc(
     >>> len(gc(home, older_than=-1, dry_run=True)), len(gc(home, older_than=-1)), os.listdir(home)
     (1, 1, [])
     """
-    found = [x for x in leftovers(directory, older_than=older_than) if x.dead and (parts or x.kind != "part")]
+    where = store.location(directory)
+    if repository := store.repository_at(where):
+        return _garbage(repository, older_than, dry_run)
+    found = [x for x in leftovers(where, older_than=older_than) if x.dead and (parts or x.kind != "part")]
     if dry_run:
         return found
-    if store.is_url(where := store.location(directory)):
+    if store.is_url(where):
         sweep(where)
     return [x for x in found if _collected(x, older_than)]
 

@@ -22,6 +22,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
 from ..base.malformed import malformed
+from ..base.waiting import uninterrupted
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import Leaf
@@ -84,7 +85,8 @@ def _database(root: str, node: str) -> dict[str, str]:
 
 
 def _opened(root: str, node: str, driver: str) -> Any:
-    import tensorstore
+    with uninterrupted():
+        import tensorstore
 
     return tensorstore.open({"driver": driver, "kvstore": _database(root, node)}, open=True, read=True).result()
 

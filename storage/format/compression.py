@@ -21,6 +21,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base.scratch import scratch
+from ..base.waiting import uninterrupted
 from .chunk_grid import ChunkGrid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -99,9 +100,9 @@ class Zstd(_Levelled):
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
-        from zarr.codecs import ZstdCodec
+        from .zarr_dtypes import zarr
 
-        return ZstdCodec(level=self.level)
+        return zarr.codecs.ZstdCodec(level=self.level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +176,10 @@ class ShuffledZstd(_Levelled):
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
-        from zarr.codecs import BloscCodec
+        from .zarr_dtypes import zarr
 
-        return BloscCodec(typesize=_grouped(itemsize), cname="zstd", clevel=self.level, shuffle="shuffle", blocksize=0)
+        form = {"typesize": _grouped(itemsize), "clevel": self.level}
+        return zarr.codecs.BloscCodec(cname="zstd", shuffle="shuffle", blocksize=0, **form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +280,8 @@ def _grouped(itemsize: int) -> int:
 def _library(name: str) -> Any:
     """``zstd`` or ``blosc`` of numcodecs."""
     # The package first: where one thread imports it and another one a module of it, one gets a module half made.
-    import numcodecs
+    with uninterrupted():
+        import numcodecs
 
     # As zarr-python has it. Blosc's own threads share one state, and write blocks in the order in which they end.
     numcodecs.blosc.use_threads = False

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
 from ..base import names
-from ..base.arguments import check_mappings
+from ..base.arguments import mapping
 from ..base.checksums import crc32c
 from ..stores import store as stores
 from ..stores.generations import NONE
@@ -44,9 +44,7 @@ def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
     {'config.json': b'{\\n  "layers": 2\\n}\\n'}
     """
     out: dict[str, bytes] = {}
-    documents = {} if given is None else given
-    check_mappings(documents=documents)
-    for name, value in documents.items():
+    for name, value in mapping("documents", given).items():
         file = name if name.endswith(_KEPT) or name in _KEPT_NAMES else f"{name}.json"
         if isinstance(value, (str, bytes)):
             try:

@@ -11,9 +11,13 @@ from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
-import zarr as zarr
-from zarr.core.dtype.common import HasEndianness, HasItemSize
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+
+from ..base.waiting import uninterrupted
+
+with uninterrupted():
+    import zarr as zarr
+    from zarr.core.dtype.common import HasEndianness, HasItemSize
+    from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 
 class _Float(ZDType[Any, Any], HasItemSize):

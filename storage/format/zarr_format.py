@@ -25,6 +25,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
+from ..base.threads import starting
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
 from .chunk_grid import TARGET, ChunkGrid, divisors, place_of
@@ -53,15 +54,13 @@ def _array_template(
     return before, behind
 
 
+@starting()  # zarr has a thread of its own
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
-    from zarr.codecs import Crc32cCodec
-    from zarr.storage import MemoryStore
-
     from .zarr_dtypes import zarr
 
     held: dict[str, Any] = {}
     zarr.create_array(
-        store=MemoryStore(held),
+        store=zarr.storage.MemoryStore(held),
         shape=grid.shape,
         dtype=dtype,
         chunks=grid.chunk,
@@ -69,7 +68,7 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual
         filters=None,
         compressors=[
             *([] if compression is None else [compression.codec(dtype.itemsize)]),
-            *([] if dual else [Crc32cCodec()]),
+            *([] if dual else [zarr.codecs.Crc32cCodec()]),
         ],
         fill_value=0,
         # One directory an array, whatever its rank: fewer names to make durable.
@@ -147,6 +146,7 @@ def is_raw(dtype_fallback: str | None) -> bool:
     return dtype_fallback is not None
 
 
+@starting()
 def group_metadata(
     version: int, arrays: dict[str, bytes], packs: Sequence[str] = (), others: Mapping[str, Any] | None = None
 ) -> bytes:
@@ -155,13 +155,13 @@ def group_metadata(
     ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here. ``others``:
     attributes of the group by another writer.
     """
-    import zarr
-    from zarr.storage import MemoryStore
+    from .zarr_dtypes import zarr
 
     held: dict[str, Any] = {}
     own = {"version": version, **({"packs": list(packs)} if packs else {})}
     zarr.create_group(
-        store=MemoryStore(held), attributes={**group_said({"attributes": others or {}}), GROUP_ATTRIBUTE: own}
+        store=zarr.storage.MemoryStore(held),
+        attributes={**group_said({"attributes": others or {}}), GROUP_ATTRIBUTE: own},
     )
     node = json.loads(held["zarr.json"].to_bytes())
     node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}
@@ -304,7 +304,7 @@ class ShardBytes:
             yield from map(compress, chunk_coords(self.grid, self.coord), self._chunks(1))
             return
         coming: deque[Future[bytes]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
+        with starting(), ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
             # While a chunk is made ready, those that the threads have are not written to: one slot more.
             for index, data in zip(chunk_coords(self.grid, self.coord), self._chunks(threads + 1), strict=True):
                 coming.append(pool.submit(compress, index, data))

@@ -19,7 +19,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, fits, leaf_name, patterns_of
+from ..base.names import check_distinct, fits, is_wanted, leaf_name, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -75,8 +75,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
 
 def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
     """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
-
-    return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
+    return [n for n in ckpt.skipped if is_wanted(n, keys, drop)]
 
 
 def loadable(

@@ -198,6 +198,8 @@ def _open(given: str, verify: bool) -> Checkpoint:
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
+    if (repository := stores.repository_at(root)) is not None:
+        return _open_zarr(icechunk_store.pinned(repository), verify)
     raise _refusal(store)
 
 
@@ -233,15 +235,10 @@ def _refusal(store: Store) -> CheckpointError:
     if not store.lists:
         return NotACheckpoint(f"{root} holds neither {manifest.FILE} nor {HF_INDEX} nor {HF_SINGLE} nor zarr.json")
     folders = store.folders()
-    steps = [f for f in folders if store.size(f"{f}/{manifest.FILE}") is not None]
-    if steps:
+    marks = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, orbax.STEP)
+    if steps := [f for f in folders if any(store.size(f"{f}/{m}") is not None for m in marks)]:
         return NotACheckpoint(
             f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
-        )
-    if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
-        return NotACheckpoint(
-            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as "
-            f"{stores.join(root, orbax_steps[-1])}"
         )
     begun = protocol_of(root).is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
@@ -249,8 +246,7 @@ def _refusal(store: Store) -> CheckpointError:
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
         )
     held = store.files()
-    shards = _shards(store)
-    if shards:
+    if shards := _shards(store):
         return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore "
             f"it, or open one file: {', '.join(shards[:8])}"

@@ -16,7 +16,7 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, Incomplete
 from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
-from ..base.waiting import pool
+from ..base.threads import in_threads
 from ..stores import generations
 from ..stores import store as stores
 from ..stores.contract import Reader
@@ -61,14 +61,7 @@ def run(jobs: Iterable[Job], readers: int = 4) -> int:
     # To hand a job to a thread costs as much as a small one: where there are many, several go together.
     size = max(1, min(_TOGETHER, len(rest) // (8 * workers)))
     groups = [rest[i : i + size] for i in range(0, len(rest), size)]
-    with pool(workers) as made:
-        futures = [made.submit(_together, group) for group in groups]
-        try:
-            return total + sum(f.result() for f in futures)
-        except BaseException:
-            for f in futures:
-                f.cancel()
-            raise
+    return total + sum(in_threads(_together, groups, workers))
 
 
 def _together(jobs: Sequence[Job]) -> int:

@@ -40,7 +40,7 @@ from ...arrays.core.errors import (
     NotACheckpoint,
 )
 from ...arrays.core.op import not_recording
-from ..base.arguments import check_mappings
+from ..base.arguments import mapping
 from ..base.checksums import crc32c
 from ..base.leaves import taken
 from ..base.scratch import room
@@ -430,8 +430,8 @@ def save_safetensors(
     """
     if not (isinstance(path, (str, os.PathLike)) or hasattr(path, "write") or hasattr(path, "sendall")):
         raise CheckpointError(f"path is a path, a URL, a socket or a binary stream, got {path!r:.80}")
-    check_mappings(tensors=tensors, metadata={} if metadata is None else metadata)
-    arrays = {name: np.asarray(taken(x, repr(name))) for name, x in tensors.items()}
+    mapping("metadata", metadata)
+    arrays = {name: np.asarray(taken(x, repr(name))) for name, x in mapping("tensors", tensors).items()}
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:

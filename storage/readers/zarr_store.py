@@ -22,10 +22,40 @@ async def awaited(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(begin(work))
 
 
-class PlaceStore(Store):
-    """Reads objects below a location. This module imports zarr, so it is loaded where a hierarchy is opened."""
+class ReadOnlyStore(Store):
+    """Base of stores whose keys are never written."""
 
     supports_writes = supports_deletes = False
+
+    def refuse(self) -> None:
+        """Raise for a call that would write."""
+        raise NotImplementedError
+
+    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, ByteRequest | None]]) -> Any:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def set(self, key: str, value: Any) -> None:
+        self.refuse()
+
+    async def delete(self, key: str) -> None:
+        self.refuse()
+
+    async def list(self) -> AsyncIterator[str]:
+        async for key in self.list_prefix(""):
+            yield key
+
+
+def span(part: ByteRequest | None, nbytes: int) -> tuple[int, int]:
+    """(start, stop) of what zarr asks of an object of that length."""
+    if isinstance(part, RangeByteRequest):
+        return part.start, min(part.end, nbytes)
+    if isinstance(part, OffsetByteRequest):
+        return part.offset, nbytes
+    return 0 if part is None else max(0, nbytes - part.suffix), nbytes
+
+
+class PlaceStore(ReadOnlyStore):
+    """Reads objects below a location. This module imports zarr, so it is loaded where a hierarchy is opened."""
 
     def __init__(self, root: str) -> None:
         super().__init__(read_only=True)
@@ -60,32 +90,17 @@ class PlaceStore(Store):
             if part is None:
                 return store.get(key)
             with contextlib.closing(store.reader(key)) as reader:
-                size = reader.nbytes
-                if isinstance(part, RangeByteRequest):
-                    start, stop = part.start, min(part.end, size)
-                else:
-                    start = part.offset if isinstance(part, OffsetByteRequest) else max(0, size - part.suffix)
-                    stop = size
+                start, stop = span(part, reader.nbytes)
                 data = bytearray(max(0, stop - start))
                 return bytes(data[: reader.readv([data], start) if data else 0])
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
-    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, ByteRequest | None]]) -> Any:
-        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+    def refuse(self) -> None:
+        stores.at(self._root).refuse_writes()
 
     async def exists(self, key: str) -> bool:
         return await awaited(lambda: stores.at(self._root).size(key)) is not None
-
-    async def set(self, key: str, value: Any) -> None:
-        stores.at(self._root).refuse_writes()
-
-    async def delete(self, key: str) -> None:
-        stores.at(self._root).refuse_writes()
-
-    async def list(self) -> AsyncIterator[str]:
-        async for key in self.list_prefix(""):
-            yield key
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         folder = prefix.rpartition("/")[0]

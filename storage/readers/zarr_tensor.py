@@ -43,10 +43,10 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
     """(a store for zarr, the path in it) of a node of a hierarchy."""
     if write:
         stores.at(root).refuse_writes()
-    if not stores.is_url(root) and write:
-        from zarr.storage import LocalStore
+    from ..format.zarr_dtypes import zarr
 
-        return LocalStore(root), node
+    if not stores.is_url(root) and write:
+        return zarr.storage.LocalStore(root), node
     if root.partition("://")[0] not in SCHEMES:
         from .zarr_store import PlaceStore
 

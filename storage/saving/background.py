@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..base.threads import give_way
+from ..base.threads import give_way, starting
 from ..base.waiting import lock
 
 _lock = lock()
@@ -95,8 +95,9 @@ def start(target: str, work: Callable[[], Any]) -> SaveHandle:
         finish_earlier(target)
         with _lock:
             if target not in _by_target:
+                with starting():
+                    handle._thread.start()
                 _by_target[target] = handle
-                handle._thread.start()
                 return handle
 
 

@@ -12,8 +12,6 @@ import base64
 import contextlib
 import itertools
 import json
-import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,20 +22,17 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ...arrays.core.formatting import some
 from ..base.checksums import crc32c
-from ..base.locations import is_url
 from ..base.malformed import malformed
 from ..base.waiting import is_late
 from ..format import manifest
 from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE, own_names
 from ..stores import icechunk_store
-from ..stores.filesystem import try_lock
 from .items import SaveItem
 
 T = TypeVar("T")
 
 _WINDOW = 64 << 20  # bytes that are written at a time
-_WAIT = 120.0  # seconds for which another commit to a local repository may take
 
 
 def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], message: str | None) -> tuple[str, int]:
@@ -50,7 +45,7 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         raise CheckpointError(f"{target}: a save writes no virtual chunks; leave out virtual_chunks")
     if node:
         raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
-    _refuse_unwritable(place)
+    icechunk_store.refuse_unwritable(place)
 
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
         return icechunk_store.called(work, place, asked, nbytes)
@@ -89,7 +84,7 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         return next((s.id for s in line if s.metadata.get("save") == token), "")
 
     try:
-        with _alone(place):
+        with icechunk_store.alone(place):
             made = call(lambda: session.commit(text, told), "a commit")
     except StoreError as e:
         if is_late(e):
@@ -205,35 +200,3 @@ def taken(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]
     """The block of the one rank that is asked. Called through ``BlockHost.run_on_blocks``."""
     (rank,) = payloads
     return np.asarray(blocks[rank][0])
-
-
-def _refuse_unwritable(place: str) -> None:
-    """Raise `StoreError` where a local repository may not be written to: icechunk itself panics."""
-    folder = place
-    while not is_url(place) and not os.path.lexists(folder) and os.path.dirname(folder) != folder:
-        folder = os.path.dirname(folder)
-    if not is_url(place) and os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
-        raise StoreError(f"{place}: no permission to write in {folder}")
-
-
-@contextlib.contextmanager
-def _alone(place: str) -> Iterator[None]:
-    """One commit to a local repository at a time: there icechunk itself cannot tell two of them apart. Object stores
-    can."""
-    if is_url(place):
-        yield
-        return
-    lock = f"{place.rstrip('/')}.meshtape-lock"
-    try:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-    except OSError as e:
-        raise StoreError(f"{lock}, which a commit holds, cannot be opened: {e.strerror}; nothing was saved") from None
-    try:
-        deadline = time.monotonic() + _WAIT
-        while try_lock(fd) is False:
-            if time.monotonic() > deadline:
-                raise StoreError(f"{place}: another process has been committing for {_WAIT:.0f} s; nothing was saved")
-            time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)

@@ -128,8 +128,9 @@ class CheckpointManager:
             raise CheckpointError(f"every_minutes must be positive, got {every_minutes}")
         if not isinstance(best, str | None):
             raise CheckpointError(f"best is the name of a metric, got {best!r:.80}")
-        if not isinstance(share, bool):
-            raise CheckpointError(f"share is true or false, got {share!r:.80}")
+        for name, value in {"share": share, "asynchronous": asynchronous}.items():
+            if not isinstance(value, bool):
+                raise CheckpointError(f"{name} is true or false, got {value!r:.80}")
         if best_is not in ("lowest", "highest"):
             raise CheckpointError(f"best_is must be 'lowest' or 'highest', got {best_is!r}")
         if when_busy not in ("wait", "skip"):
@@ -194,8 +195,8 @@ class CheckpointManager:
             A handle when ``asynchronous``; None when the save was skipped. The error of a background save is raised by
             the next call, or by `wait`.
         """
-        step = whole_number("a step", step)
-        target = self.path(step)
+        step = step_number(step)
+        target = store.join(self.directory, numbered.name(step))
         if self._running is not None:
             if self.when_busy == "skip" and not self._running.done():
                 self.skipped += 1

@@ -32,8 +32,9 @@ from ...arrays.core.errors import (
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
-from ..base.arguments import check_mappings, step_number
+from ..base.arguments import mapping, step_number
 from ..base.leaves import taken
+from ..checkpoint.checkpoint import Checkpoint
 from ..commit import contents
 from ..commit.anchor_lock import PATIENCE, locked
 from ..commit.protocol import protocol_of
@@ -75,6 +76,8 @@ class SaveReport:
 def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
     """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
     items: list[SaveItem] = []
+    if isinstance(tree, Checkpoint):
+        raise CheckpointError(f"{tree.path} is an open checkpoint: convert and merge write it, load makes a tree of it")
 
     def walk(node: Any, path: Path) -> Any:
         if len(path) > manifest.MAX_DEPTH:
@@ -429,11 +432,9 @@ class _Save:
             item.directory = directory
             item.compression = how if item.shape else None
             item.raw = raw
-        about = {} if given.get("metadata") is None else given["metadata"]
-        check_mappings(metadata=about)
         step = None if given.get("step") is None else step_number(given["step"])
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
-        kept = manifest.decode_json(manifest.encode_json(dict(about), "metadata"))
+        kept = manifest.decode_json(manifest.encode_json(dict(mapping("metadata", given.get("metadata"))), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
         self.documents = encode(given.get("documents"))
         # Whatever cannot be kept is refused here, before anything is computed or written.

@@ -4,21 +4,21 @@ store is made."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import numpy as np
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
+from zarr.abc.store import ByteRequest
 
 from ...arrays.core.errors import StoreError
+from ..readers.zarr_store import ReadOnlyStore, span
 from .virtual_files import read
 from .zarr_view import ZarrView
 
 
-class CheckpointStore(Store):
+class CheckpointStore(ReadOnlyStore):
     """The keys of a `ZarrView`. Nothing is copied, and nothing can be written."""
 
-    supports_writes = supports_deletes = False
     supports_listing = True
 
     def __init__(self, view: ZarrView) -> None:
@@ -35,7 +35,7 @@ class CheckpointStore(Store):
         return f"CheckpointStore({self._view.ckpt.path!r})"
 
     def with_read_only(self, read_only: bool = False) -> CheckpointStore:
-        return self if read_only else self._refuse()
+        return self if read_only else self.refuse()
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         data = await asyncio.to_thread(self._read, key, byte_range)
@@ -45,17 +45,8 @@ class CheckpointStore(Store):
         file = self._view.find(key)
         if file is None:
             return None
-        start, stop = 0, file.nbytes
-        if isinstance(part, RangeByteRequest):
-            start, stop = part.start, min(part.end, stop)
-        elif isinstance(part, OffsetByteRequest):
-            start = part.offset
-        elif part is not None:
-            start = max(0, stop - part.suffix)
+        start, stop = span(part, file.nbytes)
         return read(file, start, stop) if start < stop else np.empty(0, np.uint8)
-
-    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, ByteRequest | None]]) -> Any:
-        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
         return self._view.find(key) is not None
@@ -65,10 +56,6 @@ class CheckpointStore(Store):
         if file is None:
             raise FileNotFoundError(key)
         return file.nbytes
-
-    async def list(self) -> AsyncIterator[str]:
-        for key in self._view.every_key():
-            yield key
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         for key in self._view.every_key():
@@ -83,13 +70,7 @@ class CheckpointStore(Store):
                 seen.add(name)
                 yield name
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
         raise StoreError(
             f"{self._view.ckpt.path} is shown as Zarr, and can only be read; save or convert writes a checkpoint"
         )
-
-    async def set(self, key: str, value: Any) -> None:
-        self._refuse()
-
-    async def delete(self, key: str) -> None:
-        self._refuse()

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.locations import join
+from ..base.waiting import uninterrupted
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill, recorded
 from .object_store import plain_text, repeated
@@ -39,7 +40,8 @@ _TIMES = ("mtime", "modification_time", "LastModified", "last_modified", "update
 def is_known(scheme: str) -> bool:
     """Whether fsspec has a file system of that name, be its package installed or not."""
     try:
-        import fsspec
+        with uninterrupted():
+            import fsspec
     except ImportError:
         return False
     return scheme in fsspec.available_protocols() or scheme in fsspec.registry

@@ -16,8 +16,10 @@ import itertools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
@@ -25,14 +27,18 @@ from urllib.parse import quote, unquote
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StoreError
 from ..base import waiting
 from ..base.locations import is_url, join
+from ..base.waiting import uninterrupted
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill
+from .filesystem import try_lock
 from .object_store import environment
 
 T = TypeVar("T")
 
 SCHEME = "icechunk"
 _OPTIONS = ("endpoint", "region", "anonymous", "requester_pays", "virtual_hosted")  # of an s3:// URL
+_WAIT = 120.0  # seconds for which another commit to a local repository may take
+_LONG = 256 << 20  # bytes for whose time a collection or a count may take: icechunk does not say how far it is
 VIRTUAL = ";virtual_chunks="  # behind PLACE: URLs between commas, quoted
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
@@ -77,12 +83,13 @@ def package() -> Any:
     # take turns (see ``icechunk_commit``). Nobody can have chosen what it prints before it is imported; afterwards that
     # is its user's own matter.
     ours = "icechunk" not in sys.modules and "ICECHUNK_LOG" not in os.environ
-    try:
-        import icechunk
-    except ImportError:
-        raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
-    if ours:
-        icechunk.set_logs_filter("warn,icechunk::storage::object_store=error,icechunk_arrow_object_store=error")
+    with uninterrupted():
+        try:
+            import icechunk
+        except ImportError:
+            raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
+        if ours:
+            icechunk.set_logs_filter("warn,icechunk::storage::object_store=error,icechunk_arrow_object_store=error")
     return icechunk
 
 
@@ -205,6 +212,27 @@ def _history(repo: Any, limit: int) -> History:
         found |= {s.id: s for s in itertools.islice(line, limit)}
     newest = sorted(found.values(), key=lambda s: s.written_at, reverse=True)
     return History(branches, tags, newest[:limit])
+
+
+def collect(place: str, silence: float, *, dry_run: bool) -> Any:
+    """icechunk's summary of what no branch or tag leads to and nobody has written for so many seconds; deletes it."""
+    before = datetime.fromtimestamp(time.time() - min(max(silence, -1.0), time.time()), UTC)
+    repo = repository(place)
+    with asked(place, "what is unreachable in it"):
+        if dry_run:
+            return called(lambda: repo.garbage_collect(before, dry_run=True), place, "a collection", _LONG)
+        refuse_unwritable(place)
+        with alone(place):
+            return called(lambda: repo.garbage_collect(before), place, "a collection", _LONG)
+
+
+def chunk_bytes(place: str) -> Any:
+    """icechunk's count of the bytes of chunks to which branches and tags lead: native, inlined and virtual ones."""
+    count = getattr(repository(place), "chunk_storage_stats", None)
+    if count is None:
+        raise StoreError(f"{place}: this icechunk counts no chunks; a later one has Repository.chunk_storage_stats")
+    with asked(place, "the sizes of its chunks"):
+        return called(count, place, "the sizes of its chunks", _LONG)
 
 
 def snapshot_of(repo: Any, ref: str, root: str) -> str:
@@ -367,6 +395,38 @@ class IcechunkStore(Store):
 
     def files(self) -> list[str]:
         return [name for name in self._names("") if "/" not in name]
+
+
+def refuse_unwritable(place: str) -> None:
+    """Raise `StoreError` where a local repository may not be written to: icechunk itself panics."""
+    folder = place
+    while not is_url(place) and not os.path.lexists(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    if not is_url(place) and os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"{place}: no permission to write in {folder}")
+
+
+@contextlib.contextmanager
+def alone(place: str) -> Iterator[None]:
+    """One change of a local repository at a time: there icechunk itself cannot tell two of them apart. Object
+    stores can."""
+    if is_url(place):
+        yield
+        return
+    lock = f"{place.rstrip('/')}.meshtape-lock"
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as e:
+        raise StoreError(f"{lock}, which a commit holds, cannot be opened: {e.strerror}; nothing was changed") from None
+    try:
+        deadline = time.monotonic() + _WAIT
+        while try_lock(fd) is False:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{place}: another process has been committing for {_WAIT:.0f} s; nothing was changed")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
 
 
 def forget() -> None:

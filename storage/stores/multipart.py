@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..base import waiting
+from ..base.threads import starting
 
 PART = 8 << 20  # bytes of one part
 UPLOADS = 4  # parts of one object on their way
@@ -60,7 +61,8 @@ def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], att
 
     put, asked = importlib.import_module("obstore").put, "an upload in parts"
     options = {"chunk_size": PART, "max_concurrency": UPLOADS, "attributes": attributes}
-    upload = waiting.begin(partial(put, held, key, taken(), **options))
+    with starting():
+        upload = waiting.begin(partial(put, held, key, taken(), **options))
     try:
         for data in itertools.chain(first, rest):
             total += len(data)

@@ -29,6 +29,7 @@ from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, StoreError
 from ..base import waiting
 from ..base.checksums import crc32c
 from ..base.locations import READ_ONLY, SCHEMES, join
+from ..base.waiting import uninterrupted
 from . import multipart, url_options
 from .contract import Pieces, Reader, Store, StoredObjectInfo, fill, recorded
 
@@ -53,7 +54,8 @@ _lock = waiting.lock()
 
 def _obstore() -> Any:
     try:
-        return importlib.import_module("obstore")
+        with uninterrupted():
+            return importlib.import_module("obstore")
     except ImportError:
         raise StoreError("object stores need obstore: install meshtape[s3], or obstore itself") from None
 

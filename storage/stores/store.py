@@ -130,6 +130,18 @@ def at(root: str) -> Store:
     return ObjectStore(root)
 
 
+def repository_at(where: str) -> str | None:
+    """The location of an icechunk repository: one that says so, or the branch main of a path or URL that holds one."""
+    if icechunk_store.is_versioned(where):
+        return where
+    if is_url(where) and not where.startswith("s3://"):
+        return None
+    marks = ("refs/branch.main/ref.json", "repo")  # of its two formats; both have snapshots
+    there = at(where)
+    found = any(there.size(m) is not None for m in marks) and "snapshots" in there.folders()
+    return f"{icechunk_store.SCHEME}://{where}@main" if found else None
+
+
 def holding(where: str) -> tuple[Store, str]:
     """The store of a file's location, and the file's name in it."""
     if not is_url(where):

@@ -213,11 +213,13 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     if any(path[-1:] == (MARK,) and bits == 4 for path, bits in scalar_leaves(held.structure)):
         held.notes.append("safetensors keeps arrays alone, from which rows of four bits cannot be restored")
     sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
+    groups = split_files(sizes, max_shard_bytes)
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     said |= {"": described(group)} if group else {}
-    return HuggingFaceSink(
-        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts(), said=said
-    )
+    documents = held.documents()
+    if len(groups) > 1 and "adapter_config.json" in documents:
+        held.notes.append("PEFT opens no adapter in several files; leave out max_shard_bytes")
+    return HuggingFaceSink(list(held.arrays.items()), groups, documents, held.texts(), said=said)
 
 
 def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import some
 from ..base.arguments import check_positive
-from ..base.names import fits, patterns_of
+from ..base.names import is_wanted, patterns_of
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -137,10 +138,7 @@ def diff(
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     keys = None if keys is None else patterns_of(keys)
     drop = None if drop is None else patterns_of(drop, "drop takes names or patterns")
-
-    def wanted(name: str) -> bool:
-        return (keys is None or fits(name, keys)) and not (drop is not None and fits(name, drop))
-
+    wanted = partial(is_wanted, keys=keys, drop=drop)
     ours = {n: t for n, t in left.arrays.items() if wanted(n)}
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
     if keys is not None and not ours and not theirs:

@@ -19,6 +19,7 @@ from ..format import dtypes
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Codec, chosen, most_nbytes
 from ..format.sharding_spec import AxisLayout, Chooser, ShardingChoice
+from ..loading.match_target import is_array
 from ..loading.open import open_checkpoint
 from ..readers import safetensors
 from .sinks.sink_safetensors import split_files
@@ -82,16 +83,12 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         source = dict(open_checkpoint(source))
         return {n: (a.shape, a.dtype) for n, a in source.items()}
     found = {}
-    for path, leaf in flatten_with_path(source, is_leaf=lambda x: _pair(x) or _array(x)):
+    for path, leaf in flatten_with_path(source, is_leaf=lambda x: _pair(x) or is_array(x)):
         if _pair(leaf):
             found[leaf_name(path)] = (tuple(leaf[0]), dtypes.by_name(leaf[1]))
-        elif _array(leaf):
+        elif is_array(leaf):
             found[leaf_name(path)] = (tuple(leaf.shape), dtypes.of_leaf(leaf))
     return found
-
-
-def _array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _pair(x: Any) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from ..base import scratch, strict_json
+from ..base.threads import starting
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS, JOURNAL
 from ..rules.casting import CastLoss, Tally
@@ -203,7 +204,7 @@ def transfer(
                     os.write(fd, "".join(f"{row}\n" for row in rows).encode())
                     for n in windows:
                         progress(reached := reached + sizes[n], total)
-                with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
+                with starting(), ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
                     synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
                     for windows, found in spread.over(  # while the disk is busy
                         check_all, [] if here else steps, lambda step: (*calls(step), [kept[n] for n in step])

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from typing import Any, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, ClusterError
+from ..base.threads import starting
 from ..base.waiting import pool
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Workers:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            with pool(self.threads) as made:
+            with starting(), pool(self.threads) as made:
                 # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a
                 # time, which would spend their time handing the interpreter to one another.
                 yield from self._spread(made, 2 * self.threads, fn, items, arguments, 64)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, NotACheckpoint
 from ..base import strict_json
 from ..base.names import patterns_of
-from ..checkpoint import branches, numbered
+from ..checkpoint import branches
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
+from ..loading import runs
 from ..loading.open import open_checkpoint
 from ..rules.rules import Rules
 from ..stores import store
@@ -75,14 +76,22 @@ def _several(sources: Any, what: str) -> list[Source]:
     return list(sources)
 
 
-def mean(parents: Iterable[Source], *, integers: Integers = "equal") -> Checkpoint:
+def mean(
+    parents: str | os.PathLike[str] | Iterable[Source],
+    *,
+    steps: Iterable[int] | None = None,
+    integers: Integers = "equal",
+) -> Checkpoint:
     """The mean of checkpoints: their sum over their number.
 
     Parameters
     ----------
     parents
         Paths, URLs or open checkpoints, virtual ones too, with the same names, shapes and dtypes. Structure, values
-        that are no arrays, metadata and documents are those of the first; the step is theirs where all have one.
+        that are no arrays, metadata and documents are those of the first; the step is theirs where all have one. Or
+        the directory of a run, as in `ema`.
+    steps
+        Steps of the run to take, as in `ema`.
     integers
         As in `weighted_sum`.
 
@@ -105,7 +114,7 @@ def mean(parents: Iterable[Source], *, integers: Integers = "equal") -> Checkpoi
     >>> mean(steps)["w"][...]
     array([3., 3.])
     """
-    held = _several(parents, "mean")
+    held = _steps(parents, steps, "mean")
     if not held:
         raise CheckpointError("mean takes one checkpoint or more, got none")
     return weighted_sum(held, [1.0] * len(held), normalize=True, integers=integers)
@@ -151,7 +160,8 @@ def ema(
     Parameters
     ----------
     run
-        A directory of a `CheckpointManager`, of which the current branch counts; or a list of checkpoints.
+        A directory of a `CheckpointManager`, of which the current branch counts, or of numbered checkpoints that
+        another program wrote (``checkpoint-500``, ``step-100``, ``100``); or a list of checkpoints.
     decay
         From 0 (the last alone) to 1 (the first alone).
     steps
@@ -165,25 +175,27 @@ def ema(
     Checkpoint
         Virtual, with step, structure, values, metadata and documents of the last.
     """
-    if isinstance(run, (str, os.PathLike)):
-        directory = store.location(run)
-        found = numbered.complete(directory, warn=steps is None)
-        line = {s.step: s.path for s in branches.current(directory, found).line(found)}
-        if not isinstance(steps, Iterable | None):
-            raise CheckpointError(f"steps of ema is a list of whole numbers, got {steps!r:.80}")
-        wanted = sorted(line if steps is None else set(map(ex.index, steps)))
-        if not line:
-            raise CheckpointKeyError(
-                f"{directory} is no run of a CheckpointManager with steps; give one, or a list of checkpoints"
-            )
-        if lost := [s for s in wanted if s not in line]:
-            raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20]}")
-        sources: list[Source] = [line[s] for s in wanted]
-    elif steps is not None:
-        raise CheckpointError("ema takes steps= of a run's directory; of a list, leave out what is not wanted")
-    else:
-        sources = _several(run, "ema")
+    sources = _steps(run, steps, "ema")
     return _made(ex.Ema, sources, decay=decay, integers=integers)
+
+
+def _steps(run: Any, steps: Any, what: str) -> list[Source]:
+    """The checkpoints of a run's directory, by step, or those of a list."""
+    if not isinstance(run, (str, os.PathLike)):
+        if steps is not None:
+            raise CheckpointError(f"{what} takes steps= of a run's directory; of a list, leave out what is not wanted")
+        return _several(run, what)
+    directory = store.location(run)
+    if not isinstance(steps, Iterable | None):
+        raise CheckpointError(f"steps of {what} is a list of whole numbers, got {steps!r:.80}")
+    found = runs.steps_of(directory, warn=steps is None)
+    line = {s.step: s.path for s in branches.current(directory, found).line(found)}
+    wanted = sorted(line if steps is None else set(map(ex.index, steps)))
+    if not line:
+        raise CheckpointKeyError(f"{directory} is no run with numbered checkpoints; give one, or a list of checkpoints")
+    if lost := [s for s in wanted if s not in line]:
+        raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20]}")
+    return [line[s] for s in wanted]
 
 
 def difference(a: Source, b: Source, *, integers: Integers = "equal") -> Checkpoint:
@@ -310,7 +322,10 @@ def repin(document: str | os.PathLike[str]) -> Checkpoint:
     are the same is the caller's word. `write` it with ``overwrite=True`` to pin them.
     """
     where = store.location(document)
-    node = loads(read_document(where), where)
+    try:
+        node = loads(read_document(where), where)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise NotACheckpoint(f"{where} is no file of a document") from None
     held = Sources()
     known = {p: held.add(p.path) for p in dict.fromkeys(ex.parents_of(node))}
 

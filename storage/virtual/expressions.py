@@ -239,17 +239,6 @@ def _of_one_model(base: Checkpoint, made: Sequence[Checkpoint]) -> Mapping[str, 
     return held.edited("config.json", bytes, list(notes)) if notes and isinstance(held, Documents) else held
 
 
-def _check_scales(made: Sequence[Checkpoint]) -> None:
-    """Raise where factors of adapters would be added that stand for other products."""
-    configs = [config_of(c.documents, "adapter_config.json") for c in made]
-    for ckpt, config in zip(made, configs, strict=True):
-        for key, (ours, theirs) in fitting.of_scales(configs[0], config):
-            raise CheckpointError(
-                f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "
-                "factors are no sums of what they add to a model. Take sums of virtual.lora(base, adapter)"
-            )
-
-
 def agreed(name: str, parts: Sequence[Any], integers: str, places: Sequence[str], call: str) -> Any:
     """An array of which no sums are taken. ``call`` is the function that the user may give ``integers=``."""
     if integers != "equal" or len(parts) == 1:
@@ -287,13 +276,25 @@ class Arithmetic(Node):
         if len(self.terms) != len(self.of):
             raise CheckpointError(f"{self.kind} of {len(self.of)} checkpoints has {len(self.terms)} weights")
 
+    def _told_of_adapters(self) -> str:
+        """A note on sums of factors. Raises where their weights would change each product by their square."""
+        whole = _weight(self)
+        if not math.isclose(whole, 1, abs_tol=1e-6) and (whole or not isinstance(self, Difference)):
+            raise CheckpointError(
+                f"{self}: the weights of these adapters sum to {whole:g}, and products of their factors would be "
+                f"{whole * whole:g} times as large. {fitting.EXACT}"
+            )
+        own = "adapter_config.json: factors are differences, and no adapter before they are added"
+        return fitting.AVERAGED if whole else own
+
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         check_alike(made, self.mixed)
         for ckpt in made:
             refuse_scaled(ckpt)
         base = made[self.base]
-        _check_scales(made)
         documents = _of_one_model(base, made)
+        if fitting.are_adapters(made) and isinstance(documents, Documents):
+            documents = documents.edited("adapter_config.json", bytes, [self._told_of_adapters()])
         arrays: dict[str, Any] = {}
         places, known, named = [c.path for c in made], dict[str, Any](), dict[str, Any]()
         for name in base:
@@ -374,6 +375,13 @@ class Add(Arithmetic):
     own_step = True
     params: ClassVar[Mapping[str, Callable[[Any], Any]]] = Arithmetic.params | {"scale": number}
     terms = property(lambda self: (1.0, self.scale))
+
+
+def _weight(node: Any) -> float:
+    """The sum of the weights of all checkpoints of an expression."""
+    if isinstance(node, Arithmetic):
+        return math.fsum(t * _weight(x) for t, x in zip(node.terms, node.of, strict=True)) / node.divisor
+    return _weight(node.of[0]) if getattr(node, "of", ()) else 1.0
 
 
 def refuse_scaled(ckpt: Checkpoint, names: Container[str] | None = None) -> None:

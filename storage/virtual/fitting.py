@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...arrays.core.errors import CheckpointError
+from ..checkpoint.checkpoint import Checkpoint
 from ..transform import layer_entries
+from ..transform.model_config import config_of
 
 _HARD = re.compile(
     r"^(hidden_size|n_embd|d_model|head_dim|(qk|v)_.*head_dim|(num|n)_(attention_|key_value_|kv_)?heads?(_kv)?)$"
@@ -17,6 +20,11 @@ _ELSE = re.compile(
 )
 """Entries of ``config.json`` without a part in what layers compute."""
 
+EXACT = "Take sums of virtual.lora(base, adapter), of which extract_lora makes an adapter"
+AVERAGED = (
+    "adapter_config.json: factors are averaged one by one, as suits steps of one run; that is no mean of what others "
+    f"add to a model. {EXACT}"
+)
 _SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
 
 
@@ -65,7 +73,19 @@ def sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[
     )
 
 
-def of_scales(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def are_adapters(made: Sequence[Checkpoint]) -> bool:
+    """Whether these are adapters of PEFT. Raises where factors would be added that stand for other products."""
+    configs = [config_of(c.documents, "adapter_config.json") for c in made]
+    for ckpt, config in zip(made, configs, strict=True):
+        for key, (ours, theirs) in _of_scales(configs[0], config):
+            raise CheckpointError(
+                f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "
+                f"factors are no sums of what they add to a model. {EXACT}"
+            )
+    return bool(configs[0])
+
+
+def _of_scales(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Entries of two ``adapter_config.json`` with which equal factors add other things to a model."""
     return ((k, (ours.get(k), theirs.get(k))) for k in _SCALES if ours.get(k) != theirs.get(k))
 

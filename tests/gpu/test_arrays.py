@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.backends import cublaslt
-from meshtape.arrays.core.op import recording
+from meshtape.arrays.core.op import Op, recording
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 7)).astype(np.float32)
@@ -189,3 +190,39 @@ def test_tiles_of_short_floats_are_joined_in_float32(dtype: str, monkeypatch: py
             units = max(2 * float(mt.finfo(got.dtype).eps), 1e-5)  # a loss is float32
             off = np.abs(got.numpy().astype(np.float64) - want.numpy())
             assert off.max() <= units * np.abs(want.numpy()).max()
+
+
+CALLS_WITH_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "x * 0.1": lambda x: x * 0.1,
+    "2 - x": lambda x: 2 - x,
+    "x / 3": lambda x: x / 3,
+    "x ** 2": lambda x: x**2,
+    "2.0 ** x": lambda x: 2.0**x,
+    "x + True": lambda x: x + True,
+    "maximum": lambda x: mt.maximum(x, 0.3),
+    "where": lambda x: mt.where(x > 0.1, x, -0.7),
+    "clip": lambda x: mt.clip(x, -0.5, 0.5),
+    "hypot": lambda x: mt.hypot(x, 0.7),
+    "atan2": lambda x: mt.atan2(x, 0.7),
+    "infinite": lambda x: x * 1e39,
+    "-0.0": lambda x: mt.copysign(x, -0.0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_NUMBERS)
+def test_numbers_take_the_dtype_of_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to it first, in the result and in its derivative, as on a CPU; and in memory nowhere."""
+    fn, x = CALLS_WITH_NUMBERS[name], np.linspace(-2, 2, 64).astype(ml_dtypes.bfloat16)
+    seed = np.linspace(0.5, 1.5, 64).astype(ml_dtypes.bfloat16)
+
+    def both() -> list[np.ndarray]:
+        y, pull = mt.vjp(fn, mt.asarray(x))
+        return [y.numpy(), pull(mt.asarray(seed))[0].numpy()]
+
+    with mt.use_device("cpu"):
+        want = both()
+    for size in (Op.large, 1):
+        monkeypatch.setattr(Op, "large", size)
+        for got, w in zip(both(), want, strict=True):
+            assert got.dtype == w.dtype == x.dtype
+            np.testing.assert_allclose(got.astype(np.float32), w.astype(np.float32), rtol=2**-7, atol=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.core import op as op_module
+from meshtape.arrays.core.op import Op
 from meshtape.arrays.kernels import launch
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
@@ -369,8 +369,7 @@ def test_large_calls_and_copies_have_the_bits_of_the_cpu(
     shape = (64, 40, width)
     if emulated:
         shape = (3, 5, width // 16)
-        monkeypatch.setattr(launch, "LARGE", 1)
-        monkeypatch.setattr(op_module, "_LARGE", 1)
+        monkeypatch.setattr(Op, "large", 1)
     hosts = {
         "full": RNG.normal(size=shape).astype(dtype),
         "turned": RNG.normal(size=(shape[2], *shape[:2])).astype(dtype),

@@ -1,9 +1,11 @@
 """Saves into icechunk repositories: one snapshot a step, whole or not at all, read by branch, tag or snapshot."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -40,7 +42,6 @@ from meshtape.storage import (
 )
 from meshtape.storage.browse.model.layout import chunk_map
 from meshtape.storage.foreign import icechunk
-from meshtape.storage.saving import icechunk_commit
 from meshtape.storage.stores import icechunk_store, store
 
 
@@ -167,6 +168,59 @@ def test_the_command_line_looks_at_repositories(ice, url, tmp_path):
     assert chunk_map(ckpt["w"], None, 0, (0,), check=True).chunks[0].state == "sound"
 
 
+@pytest.fixture(params=["icechunk://{}", "{}"], ids=["url", "path"])
+def repository(request, ice, tmp_path):
+    """A repository of ten thousand float64, ten thousand others to which nothing leads, and its location."""
+    place = tmp_path / "repo"
+    save(f"icechunk://{place}", {"w": np.random.default_rng(0).random((100, 100)), "n": np.arange(3)}, step=1)
+    save(f"icechunk://{place}@side", {"w": np.random.default_rng(1).random((100, 100))}, step=2)
+    icechunk_store.repository(str(place)).delete_branch("side")
+    return str(place), request.param.format(place)
+
+
+def test_bytes_of_a_repository_are_those_that_icechunk_counts(repository, capsys):
+    place, where = repository
+    found = mt.storage.usage(where)
+    files = [p for p in pathlib.Path(place).rglob("*") if p.is_file()]
+    assert (found.path, found.nbytes) == (place, sum(p.stat().st_size for p in files))
+    assert (found.chunks, found.inlined, found.virtual) == (80_004, 24 + 4, 0)
+    assert 80_004 < found.unreachable < found.nbytes - 80_004
+    assert mt.storage.usage(f"icechunk://{place}@main") == found
+    assert dataclasses.asdict(found) == json.loads(CliRunner().invoke(main, ["du", where, "--json"]).stdout)
+    assert "no branch or tag leads there" in CliRunner().invoke(main, ["du", where]).stdout
+
+
+def test_garbage_of_a_repository_is_deleted_by_icechunk(repository):
+    place, where = repository
+    before = mt.storage.usage(where)
+    assert mt.storage.gc(where) == []  # younger than a day: a save may be at work
+    (left,) = mt.storage.gc(where, older_than=0, dry_run=True)
+    assert (left.path, left.kind, left.nbytes, left.dead) == (place, "garbage", before.unreachable, True)
+    assert mt.storage.leftovers(where, older_than=0) == [left]
+    assert mt.storage.usage(where) == before
+    said = CliRunner().invoke(main, ["gc", where, "--older-than", "0"]).stdout
+    assert "no branch or tag leads to 1 chunk" in said
+    after = mt.storage.usage(where)
+    assert after.nbytes == before.nbytes - before.unreachable
+    assert after.unreachable == 0
+    assert mt.storage.gc(where, older_than=0) == mt.storage.gc(where, older_than=1e30) == []
+    assert verify(f"icechunk://{place}").arrays == 2
+
+
+def test_the_path_of_a_repository_opens_its_main_branch(repository):
+    place, where = repository
+    assert diff(place, f"icechunk://{place}@main").same
+    assert open_checkpoint(place).path.startswith(f"icechunk://{place}@")
+    listed = [json.loads(CliRunner().invoke(main, ["ls", x, "--json"]).stdout) for x in (where, f"icechunk://{place}")]
+    assert listed[0] == listed[1]
+    assert list(listed[0]["branches"]) == ["main"]
+    with pytest.raises(errors.CheckpointError, match="holds"):
+        save(place, {"w": np.ones(2)}, overwrite=True)
+    os.makedirs(f"{place}-not/snapshots")
+    with pytest.raises(errors.NotACheckpoint, match="it holds snapshots/"):
+        open_checkpoint(f"{place}-not")
+
+
 @pytest.mark.parametrize("chosen", ["", "icechunk.set_logs_filter('debug');"])
 def test_what_icechunk_prints_is_as_its_user_chose(ice, url, chosen):
     code = (
@@ -191,15 +245,15 @@ def test_a_bucket_by_its_url_or_the_environment(ice, s3, monkeypatch):
         monkeypatch.delenv(name)
     url = f"icechunk://{options(s3.url, endpoint=endpoint, region='us-east-1')}"
     assert open_checkpoint(url).step == 1
-    alone = icechunk_commit._alone
+    alone = icechunk_store.alone
 
     @contextlib.contextmanager
     def late(place):
-        monkeypatch.setattr(icechunk_commit, "_alone", alone)
+        monkeypatch.setattr(icechunk_store, "alone", alone)
         save(url, {"w": np.ones(9)}, step=2)  # before the other has committed
         yield
 
-    monkeypatch.setattr(icechunk_commit, "_alone", late)
+    monkeypatch.setattr(icechunk_store, "alone", late)
     with pytest.raises(errors.CheckpointExists, match="save again"):
         save(url, {"w": np.ones(7)}, step=3)
     assert _messages(url)[:2] == ["step 2", "step 1"]
@@ -659,6 +713,11 @@ for url in sys.argv[1:]:
         mt.save(url, {"w": np.ones(2)})
     except mt.errors.StoreError as e:
         print("told:", e)
+print(mt.storage.usage(sys.argv[1]).unreachable, mt.storage.gc(sys.argv[1], older_than=0, dry_run=True))
+try:
+    mt.storage.gc(sys.argv[1], older_than=0)
+except mt.errors.StoreError as e:
+    print("told:", e)
 """
 
 
@@ -672,8 +731,8 @@ def test_a_repository_that_may_not_be_written_is_told(ice):
     finally:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("told:") == 3
-    assert done.stdout.count("no permission to write in") == 3
+    assert done.stdout.count("told:") == 4
+    assert done.stdout.count("no permission to write in") == 4
 
 
 def _saved_by_nobody(urls):

@@ -13,8 +13,8 @@ import pytest
 
 from meshtape import errors
 from meshtape.storage import save
-from meshtape.storage.checkpoint.usage import usage
 from meshtape.storage.commit import contents
+from meshtape.storage.loading.usage import usage
 from meshtape.storage.stores import object_store, owners
 from meshtape.storage.stores import store as stores
 from meshtape.storage.stores.contract import recording

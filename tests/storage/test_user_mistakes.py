@@ -313,6 +313,7 @@ BY_RULES: dict[str, Any] = {
     "axis of concat": lambda c, x: _stepped(steps.Concat, axis=x),
     "weights": lambda c, x: storage.virtual.weighted_sum([c] * 3, x),
     "integers": lambda c, x: storage.virtual.mean([c], integers=x),
+    "steps of a mean": lambda c, x: storage.virtual.mean(c, steps=x),
     "steps of a run": lambda c, x: storage.virtual.ema(c, decay=0.5, steps=x),
 }
 
@@ -335,3 +336,18 @@ def test_arguments_of_a_wrong_type_beside_rules(tmp_path: Path, name: str) -> No
     for wrong in WRONG:
         with pytest.raises(errors.CheckpointError):
             BY_RULES[name](where, wrong)
+
+
+def test_what_is_no_text_no_truth_value_and_no_tree(tmp_path: Path) -> None:
+    where = mt.save(tmp_path / "c", {"w": W}).path
+    for make in (
+        lambda: storage.serve(where, token=5),
+        lambda: storage.serve(where, token=""),
+        lambda: mt.CheckpointManager(tmp_path / "run", asynchronous="no"),
+        lambda: mt.save(tmp_path / "again", storage.virtual.mean([where])),
+        lambda: mt.save(tmp_path / "again", {"model": mt.open_checkpoint(where)}),
+        lambda: storage.virtual.repin(tmp_path / "nowhere"),
+        lambda: storage.virtual.repin(where),
+    ):
+        with pytest.raises(errors.CheckpointError):
+            make()

@@ -128,7 +128,7 @@ def test_a_manager_of_orbax(tmp_path: Path) -> None:
     for step in ("1", "2"):
         shutil.copytree(ORBAX, tmp_path / "run" / step / "default")
         (tmp_path / "run" / step / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(errors.NotACheckpoint, match=r"manager of Orbax, such as .*/run/2"):
+    with pytest.raises(errors.NotACheckpoint, match=r"holds checkpoints, such as .*/run/2"):
         mt.load(tmp_path / "run")
     assert mt.open_checkpoint(tmp_path / "run" / "2").step == 2
 

@@ -538,11 +538,28 @@ __global__ void __launch_bounds__(4 * N, 1)
     store_rows<D, WIDTH>(dv + kv * keys * e, values, value_sum, of_pair, first + of_pair, keys, half * WIDTH, e, [&](int, int) { return 1.0f; }, poisons + d);
 }
 
-// NaN for each column of a matrix with an element that is not finite; `out` is zeros before.
 template <class T>
-__global__ void __launch_bounds__(THREADS) attention_poison(const T* x, float* out, int rows, int width, int parts)
+struct Matrices {
+    const T* x;
+    float* out;
+    int batches, rows, width, parts;
+};
+
+// NaN for each column of a matrix with an element that is not finite; `out` is zeros before. The second coordinate of a block says
+// of which of three operands.
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    attention_poison(const T* x0, float* out0, int batches0, int rows0, int width0, int parts0, const T* x1, float* out1, int batches1,
+                     int rows1, int width1, int parts1, const T* x2, float* out2, int batches2, int rows2, int width2, int parts2)
 {
+    const Matrices<T> m = blockIdx.y == 0   ? Matrices<T>{x0, out0, batches0, rows0, width0, parts0}
+                          : blockIdx.y == 1 ? Matrices<T>{x1, out1, batches1, rows1, width1, parts1}
+                                            : Matrices<T>{x2, out2, batches2, rows2, width2, parts2};
+    const T* x = m.x;
+    float* const out = m.out;
+    const int rows = m.rows, width = m.width, parts = m.parts;
     const i64 batch = blockIdx.x / parts;
+    if (batch >= m.batches) return;
     const int vectors = width / 8, part = blockIdx.x % parts;
     x += batch * rows * width;
     for (i64 i = part * THREADS + threadIdx.x; i < (i64)rows * vectors; i += (i64)parts * THREADS) {

@@ -15,7 +15,9 @@ from typing import Literal
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint import branches, numbered
 from ...checkpoint.branches import Branch
+from ...checkpoint.checkpoint import Checkpoint
 from ...format import manifest
+from ...loading import runs
 from ...stores import atomic_directory
 from ...stores import store as stores
 from .text import human_bytes
@@ -37,6 +39,7 @@ class RunCheckpoint:
     branch: Branch = field(default_factory=Branch)
     base: manifest.Base | None = None  # from which it is a delta
     identity: str = ""
+    kind: str = "meshtape"  # as of an opened checkpoint
 
     def metric(self, name: str) -> float | None:
         return dict(self.metrics).get(name)
@@ -60,6 +63,12 @@ class RunSteps:
     @property
     def complete(self) -> list[RunCheckpoint]:
         return [s for s in self.steps if not s.note]
+
+    @property
+    def origin(self) -> str:
+        """The branch of a run of ours; of others' the kinds of its checkpoints."""
+        kinds = dict.fromkeys(s.kind for s in self.complete)
+        return ", ".join(kinds) if kinds.keys() - {"meshtape"} else str(self.branch)
 
     @property
     def latest(self) -> RunCheckpoint | None:
@@ -91,21 +100,6 @@ class RunSteps:
         return [(s.step, v) for s in self.complete if (v := s.metric(metric)) is not None]
 
 
-def is_run(directory: str) -> bool:
-    """Whether a directory has checkpoints that a `CheckpointManager` has named."""
-    try:
-        return bool(numbered.listed(_folders(directory)))
-    except (OSError, CheckpointError):
-        return False
-
-
-def _folders(directory: str) -> list[str]:
-    if not stores.is_url(directory):
-        return sorted(os.listdir(directory))
-    store = stores.at(directory)
-    return store.folders() if store.lists else []
-
-
 def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> RunSteps:
     """The run in ``directory``.
 
@@ -118,7 +112,10 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     >>> run.metrics, run.best.step, run.latest.step, run.curve("loss")[0]
     (['loss'], 2, 3, (1, 0.5))
     """
-    folders = _folders(directory)
+    if others := runs.of_others(directory):
+        steps = [_of_another(name, held) for name, held in others.items()]
+        return RunSteps(sorted(steps, key=lambda s: (s.step, s.name)), [], [], "", best_is)
+    folders = runs.folders_of(directory)
     steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
     held = {s.name: s.identity for s in steps}
     if any(s.base and held.get(s.base.name) != s.base.identity for s in steps):  # or it has a name of another form
@@ -131,6 +128,13 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     remains = [e for e in folders if atomic_directory.KINDS.match(e)]
     now = branches.current(directory, [s for s in steps if not s.note])
     return RunSteps(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
+
+
+def _of_another(name: str, held: Checkpoint | CheckpointError) -> RunCheckpoint:
+    _, step = numbered.series(name)
+    if isinstance(held, CheckpointError):
+        return RunCheckpoint(name, step, note=str(held), kind="")
+    return RunCheckpoint(name, step, len(held), held.nbytes, kind=held.kind)
 
 
 def _step(directory: str, name: str) -> RunCheckpoint:

@@ -18,12 +18,12 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...format import manifest
 from ...format.hf_index import HF_INDEX
 from ...loading.open import open_checkpoint
+from ...loading.runs import is_run
 from ...stores import atomic_directory
 from ...stores import store as stores
 from ...virtual.document import is_document
 from .inventory import Inventory
 from .jobs import Jobs
-from .runs import is_run
 
 _OPEN = 8  # opened checkpoints that are kept
 _REMOTE_AGE = 30.0  # seconds for which an object store is not asked again

@@ -65,8 +65,8 @@ class Server:
     ) -> None:
         from .handlers import Access
 
-        if token == "":
-            raise CheckpointError("the token is empty, which keeps nobody out: give another, or none to have one made")
+        if token is not None and not (isinstance(token, str) and token):
+            raise CheckpointError(f"a token is a text of a character or more, got {token!r:.80}; without, one is made")
         local = is_loopback(host)
         self.site = Site(paths)
         self.host = host

@@ -60,7 +60,9 @@ class HuggingFaceSink:
         self._number = {name: i for i, (name, _) in enumerate(named)}
         count = len(groups)
         self.files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        self.files = self.files if count > 1 else ["model.safetensors"]
+        if count == 1:
+            factors = any(".lora_" in n for n in self._number) or "config.json" not in documents
+            self.files = ["adapter_" * ("adapter_config.json" in documents and factors) + "model.safetensors"]
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
         rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
         metadata = {**metadata, "format": "pt"}

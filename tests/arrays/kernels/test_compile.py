@@ -109,8 +109,6 @@ BUDGETS = """
     channel_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>                 |  40 11  0
     channel_norm.cu | linear<false, true, bfloat16, bfloat16, bfloat16, 8>                |  40  3  8
     columns.cu      | sum_parts<float, bfloat16>                                          |  32  0  6
-    compact.cu      | count_true                                                          |  40  1 17
-    compact.cu      | write_true                                                          |  48  1 33
     float8.cu       | narrow_to<4, float>                                                 |  32  0 10
     float8.cu       | widen<4>                                                            |  32  0 10
     gather.cu       | gather_rows<u64, 2, i64>                                            |  48  8  1
@@ -148,6 +146,12 @@ BUDGETS = """
     row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 0, false>        |  64 14  0
     row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, false>       |  64 16  0
     row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, true>        |  64  8 68
+    scans.cu        | count_true                                                          |  40  1 17
+    scans.cu        | running_columns<Sum, bfloat16, bfloat16, 2>                         |  64  0 24
+    scans.cu        | running_columns<Sum, float, float, 1>                               |  64  0 16
+    scans.cu        | running_rows<Sum, bfloat16, bfloat16, 32, 8>                        |  40  2 16
+    scans.cu        | running_rows<Sum, float, float, 256, 4>                             |  40  2  8
+    scans.cu        | write_true                                                          |  48  1 33
     scatter.cu      | add_atomically<bfloat16, float, 8>                                  |  32  0 10
     scatter.cu      | add_in_order<bfloat16, float, 8>                                    |  48 31 15
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16

@@ -162,4 +162,4 @@ def test_a_launch_is_checked_as_a_driver_would(emulation: ModuleType, library_ca
     one = np.zeros(1, np.int64)
     for arguments in ((one, one), (one, one, np.int32(0)), (one, one, np.float64(0)), (one, np.int64(1), np.int64(1))):
         with pytest.raises(emulation.KernelError, match=r"count_true takes .*, got"):
-            e.launch("compact.cu", "count_true", (1, 1, 1), (256, 1, 1), arguments)
+            e.launch("scans.cu", "count_true", (1, 1, 1), (256, 1, 1), arguments)

@@ -14,6 +14,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays.chains import chains, cuda_codegen, large
 from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.core.op import Op
 from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import launch
 from meshtape.arrays.nn import activations
@@ -471,19 +472,24 @@ def test_functions_of_several_ops_are_one_launch_each_way(dtype: str, place: Any
         emulator.launched.clear()
         got = activations._chain(name)(place(x), *numbers)
         plan, short = plan_for(op, 0b11), x.dtype.itemsize == 2
-        (slope,) = backward._in_one_launch(plan, repr(params), tuple(params.items()), short, mt.Tape)(
-            place(g), place(x)
+        to = (x.dtype if short else None,)
+        (slope,), (rounded,) = (
+            backward._in_one_launch(plan, repr(params), tuple(params.items()), short, to, mt.Tape)(
+                place(given), place(x)
+            )
+            for given, to in ((g, (None,)), (g.astype(x.dtype), to))
         )
-        assert len(emulator.launched) == 2, name
+        assert len(emulator.launched) == 3, name
         with np.errstate(all="ignore"):
             value = apply(op, (mt.asarray(x),), params)
             _, pull_wide = mt.vjp(lambda a, p=params: apply(op, (a,), p), mt.asarray(x.astype(g.dtype)))
             want = pull_wide(mt.asarray(g))[0]
-        assert (got.dtype, slope.dtype) == (x.dtype, g.dtype)
+        assert (got.dtype, slope.dtype, rounded.dtype) == (x.dtype, g.dtype, x.dtype)
         np.testing.assert_allclose(got.astype(float), np.asarray(value).astype(float), rtol, rtol, err_msg=name)
         np.testing.assert_allclose(
             slope, np.asarray(want), *((2e-5, 1e-5) if g.itemsize == 4 else (1e-11, 1e-12)), err_msg=name
         )
+        np.testing.assert_allclose(rounded.astype(float), np.asarray(want), rtol * 2, rtol, err_msg=name)
 
 
 def test_what_is_not_one_launch_is_told(place: Any, emulator: Any) -> None:
@@ -578,7 +584,7 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
     first: str, shape: tuple[int, ...], dtype: str, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are NumPy's to the bit; a result lies in memory as the first operand of its shape."""
-    monkeypatch.setattr(launch, "LARGE", 1)
+    monkeypatch.setattr(Op, "large", 1)
     large._single.cache_clear()
     x = LAYOUTS[first](dtype, shape)
     for second in ("full", "turned", "row", "held", "cut", "one"):
@@ -603,7 +609,7 @@ def test_a_large_op_is_one_kernel_wherever_its_operands_lie(
 
 @pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("int8", "float16")])
 def test_a_large_cast_is_one_kernel(source: str, target: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LARGE", 1)
+    monkeypatch.setattr(Op, "large", 1)
     large._single.cache_clear()
     x, d = place(values(source, (6, 40))), mt.arrays.core.dtypes.parse(target)
     got = large.of_large(mt.OPS["astype"], (x,), {"dtype": d})
@@ -614,12 +620,12 @@ def test_a_large_cast_is_one_kernel(source: str, target: str, place: Any, monkey
 
 
 def test_calls_that_no_kernel_serves_are_told(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LARGE", 1)
+    monkeypatch.setattr(Op, "large", 1)
     add = mt.OPS["add"]
     assert large.of_large(add, (place(np.ones(8, np.complex64)),) * 2, {}) is NotImplemented
     assert large.of_large(add, (place(np.ones(8)), 1j), {}) is NotImplemented
     assert large.of_large(mt.OPS["astype"], (place(np.ones(8)),), {"dtype": np.dtype(np.float64)}) is NotImplemented
-    monkeypatch.setattr(launch, "LARGE", 1000)
+    monkeypatch.setattr(Op, "large", 1000)
     large._single.cache_clear()
     assert large.of_large(add, (place(np.ones(8)), place(np.ones(8))), {}) is NotImplemented
     assert large.of_large(add, (place(np.ones((80, 1))), place(np.ones((1, 80)))), {}).shape == (80, 80)
@@ -629,9 +635,66 @@ def test_calls_that_no_kernel_serves_are_told(place: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("kind", ["turned", "turned further", "cut", "each second", "backwards"])
 def test_a_large_copy_is_in_c_order(kind: str, dtype: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LARGE", 1)
+    monkeypatch.setattr(Op, "large", 1)
     x = LAYOUTS[kind]("float32", (3, 4, 16))
     x = (x > 0 if dtype == "bool" else x).astype(mt.arrays.core.dtypes.parse(dtype), order="K")
     got = launch.contiguous(x)
     assert got.flags.c_contiguous
     assert got.tobytes() == x.tobytes()
+
+
+GAPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "columns": lambda a: a[:, :, 4:20],
+    "columns at an odd place": lambda a: a[:, :, 3:19],
+    "rows": lambda a: a[1:4, ::2, 2:18],
+    "each second": lambda a: a[:3, :4, ::2],
+    "backwards": lambda a: a[::-1, ::-1, 18:2:-1],
+    "turned": lambda a: a[:, :, :6].transpose(2, 0, 1),
+    "a row": lambda a: a[2, 3],
+}
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_large_copy_into_a_part_of_an_array(
+    kind: str, dtype: str, place: Any, emulator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies between its elements stays."""
+    monkeypatch.setattr(Op, "large", 1)
+    d = mt.arrays.core.dtypes.parse(dtype)
+    for turned in (False, True):
+        out = place((RNG.standard_normal((5, 8, 32)) > 0).astype(d))
+        want = out.copy()
+        part = GAPS[kind](out)
+        source = (RNG.standard_normal(part.shape[::-1] if turned else part.shape) > 0).astype(d)
+        source = source.transpose() if turned else source
+        GAPS[kind](want)[...] = source
+        launch.write(part, ..., source)
+        assert out.tobytes() == want.tobytes()
+        row = source[:1] if source.ndim > 1 else source
+        GAPS[kind](want)[...] = row
+        launch.write(part, ..., row)  # spread over it
+        assert out.tobytes() == want.tobytes()
+    assert len(emulator.launched) == 4
+
+
+def test_joined_and_written_arrays_are_copied_by_vectors(
+    place: Any, emulator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Op, "large", 1)
+    x, y = place(values("bfloat16", (6, 16))), place(values("bfloat16", (6, 24)))
+    concat = mt.OPS["concat"].impl
+    namespace = launch.runner().xp
+    assert concat(_Other(namespace), x, y, axis=1).tobytes() == np.concatenate([x, y], axis=1).tobytes()
+    assert concat(_Other(namespace), x, y[:, :16], axis=0).tobytes() == np.concatenate([x, y[:, :16]]).tobytes()
+    assert len(emulator.launched) == 4
+
+
+class _Other:
+    """A namespace that is not NumPy itself."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)

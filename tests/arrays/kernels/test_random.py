@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshtape.arrays import OPS
-from meshtape.arrays.kernels import compact, philox
+from meshtape.arrays.kernels import philox, scans
 from meshtape.arrays.random import bit_transforms
 from meshtape.arrays.random import philox as _philox
 
@@ -147,7 +147,7 @@ def test_dropout_of_any_block(emulator: Any, place: Any, dtype: np.dtype, shape:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_places_of_true_elements(emulator: Any, place: Any, shape: Any, share: float) -> None:
     mask = place(np.random.default_rng(0).random(shape) < share)
-    got = compact.true_places(mask)
+    got = scans.true_places(mask)
     assert all(a.dtype == np.int64 for a in got)
     for a, e in zip(got, np.nonzero(mask), strict=True):
         np.testing.assert_array_equal(a, e)

@@ -203,6 +203,24 @@ def test_a_zarr_array_alone_and_chosen_columns(tmp_path):
         tr.ZarrSource(tmp_path / "nothing")
 
 
+def test_a_flipped_bit_in_layout_dual_is_no_sample(tmp_path):
+    rows = np.arange(4000.0, dtype="f4").reshape(1000, 4)
+    mt.save(tmp_path / "c", {"x": rows, "y": np.arange(1000)}, layout="dual")
+    ids = np.array([7, 999, 3, 7])
+    both, alone = tr.ZarrSource(tmp_path / "c"), tr.ZarrSource(tmp_path / "c" / "x")
+    np.testing.assert_array_equal(both.read(ids)["x"], rows[ids])
+    np.testing.assert_array_equal(both.read(ids)["y"], ids)
+    np.testing.assert_array_equal(alone.read(ids), rows[ids])
+    assert alone.read(ids[:0]).shape == (0, 4)
+    file = tmp_path / "c" / "x" / "c.0.0"
+    held = bytearray(file.read_bytes())
+    held[len(held) // 2] ^= 64
+    file.write_bytes(held)
+    for source in (tr.ZarrSource(tmp_path / "c", ["x"]), tr.ZarrSource(tmp_path / "c" / "x")):
+        with pytest.raises(mt.errors.CorruptCheckpoint, match="crc32c"):
+            source.read(ids)
+
+
 def test_a_dask_array_and_a_data_frame():
     x = da.from_array(ROWS["x"], chunks=(4, 2))
     np.testing.assert_array_equal(tr.DaskSource(x).read(np.array([21, 2])), ROWS["x"][[21, 2]])

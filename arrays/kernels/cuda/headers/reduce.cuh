@@ -77,28 +77,40 @@ __device__ inline Pair<A> row_sums(A a, A b)
     return Pair<A>{a, b};
 }
 
+// The reduction over the threads of a row before this one, in their order, and over all of them. With THREADS == 32 a block may
+// have several rows, one a warp.
+template <class Op, int THREADS, class A>
+__device__ inline Pair<A> row_scan(A own, A identity)
+{
+    const int lane = threadIdx.x % 32;
+    A upto = own;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+        const A before = __shfl_up_sync(WHOLE_WARP, upto, o);
+        if (lane >= o) upto = Op::of(before, upto);
+    }
+    A before = __shfl_up_sync(WHOLE_WARP, upto, 1);  // no difference: that of infinities would be NaN
+    if (lane == 0) before = identity;
+    if constexpr (THREADS == 32) return Pair<A>{before, __shfl_sync(WHOLE_WARP, upto, 31)};
+    SHARED(A, totals, THREADS / 32);
+    const int warp = threadIdx.x / 32;
+    __syncthreads();  // the totals may still be read for the scan before
+    if (lane == 31) totals[warp] = upto;
+    __syncthreads();
+    A lead = identity, all = identity;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) {
+        if (w == warp) lead = all;
+        all = Op::of(all, totals[w]);
+    }
+    return Pair<A>{Op::of(lead, before), all};
+}
+
 // The sum over the threads of a block before this one, and over all of them.
 template <int THREADS, class A>
 __device__ inline Pair<A> prefix_sum(A own)
 {
-    SHARED(A, totals, THREADS / 32);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    A upto = own, all = A(0);
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-        const A before = __shfl_up_sync(WHOLE_WARP, upto, o);
-        if (lane >= o) upto += before;
-    }
-    __syncthreads();  // the totals may still be read for the sum before
-    if (lane == 31) totals[warp] = upto;
-    __syncthreads();
-    A before = upto - own;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; ++w) {
-        before += w < warp ? totals[w] : A(0);
-        all += totals[w];
-    }
-    return Pair<A>{before, all};
+    return row_scan<Add, THREADS>(own, A(0));
 }
 
 // Count, mean and sum of squared deviations of a set of numbers; sets are merged by the rule of Chan, Golub and LeVeque

@@ -1,0 +1,76 @@
+"""The steps of a run, whoever wrote them: folders whose names end with a number, and that hold checkpoints.
+
+Those of a `CheckpointManager` have manifests, with branches and metrics. Where there are none, the folders are opened,
+as those of Trainer, ``torch.distributed`` and Orbax. Steps of others are only read: nothing here or in a manager
+rotates, deletes or collects them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+
+from ...arrays.core.errors import CheckpointError
+from ..checkpoint import numbered
+from ..checkpoint.branches import Branch
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.numbered import Numbered
+from ..format import manifest
+from ..stores import store as stores
+from .open import open_checkpoint
+
+_LOOKS = 8  # at the newest folders, to tell whether any is a checkpoint
+
+
+def folders_of(directory: str) -> list[str]:
+    """The folders of a directory, where they can be listed."""
+    if not stores.is_url(directory):
+        return sorted(os.listdir(directory))
+    store = stores.at(directory)
+    return store.folders() if store.lists else []
+
+
+def is_run(directory: str) -> bool:
+    """Whether a directory has the checkpoints of a `CheckpointManager`, or numbered ones of another writer."""
+    try:
+        return bool(numbered.listed(folders_of(directory)) or of_others(directory, _LOOKS))
+    except (OSError, CheckpointError):
+        return False
+
+
+def of_others(directory: str, most: int = 0) -> dict[str, Checkpoint | CheckpointError]:
+    """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
+    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest alone."""
+    if not (stores.is_url(directory) or os.path.isdir(directory)):
+        return {}
+    there, folders = stores.at(directory), folders_of(directory)
+    if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
+        return {}
+    found: dict[str, Checkpoint | CheckpointError] = {}
+    for name in sorted(filter(numbered.series, folders), key=numbered.series)[-most:]:
+        try:
+            found[name] = ckpt = open_checkpoint(stores.join(directory, name))
+            if ckpt.manifest is not None:  # that of one which was just replaced
+                return {}
+        except CheckpointError as e:
+            found[name] = e
+    return found if any(isinstance(c, Checkpoint) for c in found.values()) else {}
+
+
+def steps_of(directory: str, *, warn: bool = False) -> list[Numbered]:
+    """The complete checkpoints of a run, by step. With ``warn``, a warning names each of the others.
+
+    Raises `CheckpointError` where another writer has left several runs, or a step twice: nobody can tell which is
+    meant.
+    """
+    if not (others := of_others(directory)):
+        return numbered.complete(directory, warn)
+    found = {n: numbered.series(n) for n, c in others.items() if isinstance(c, Checkpoint)}
+    twice = [step for step, n in Counter(step for _, step in found.values()).items() if n > 1]
+    if twice or len({word for word, _ in found.values()}) > 1:
+        raise CheckpointError(f"{directory} holds more than one run: {', '.join(found)}; give a list of checkpoints")
+    for n, e in others.items() if warn else ():
+        if n not in found:
+            warnings.warn(f"skipped {stores.join(directory, n)}: {e}", stacklevel=3)
+    return [Numbered(step, stores.join(directory, n), {}, Branch()) for n, (_, step) in found.items()]
