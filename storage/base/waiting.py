@@ -121,12 +121,17 @@ def check_stopped(where: str) -> None:
 def pool(threads: int, name: str = "meshtape-io") -> Iterator[ThreadPoolExecutor]:
     """Threads that read and write, joined at the end of the block; an interrupt there ends their waits for a store."""
     stop = getattr(_own, "stop", None) or threading.Event()
-    with ThreadPoolExecutor(threads, name, initializer=lambda: setattr(_own, "stop", stop)) as made:
+    made = ThreadPoolExecutor(threads, name, initializer=lambda: setattr(_own, "stop", stop))
+    try:
+        yield made
+    except (KeyboardInterrupt, SystemExit):
+        stop.set()
+        raise
+    finally:
         try:
-            yield made
-        except (KeyboardInterrupt, SystemExit):
+            made.shutdown(cancel_futures=stop.is_set())
+        except KeyboardInterrupt:  # while the last ones are waited for
             stop.set()
-            made.shutdown(wait=False, cancel_futures=True)
             raise
 
 
