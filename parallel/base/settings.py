@@ -11,6 +11,8 @@
                           long to answer, and so have workers when a mesh is made or closed
 ``timeouts.abort``        seconds that the client waits for the other ranks after one failed
 ``timeouts.lease``        seconds that a client which stands still may keep others from the workers
+``timeouts.store``        seconds in which a network store must answer a request, with all its repetitions; it has a
+                          second more for each 64 KiB
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
@@ -32,12 +34,20 @@ from __future__ import annotations
 from typing import Any
 
 from ...arrays.core.errors import MeshError
+from ...storage.base.waiting import SECONDS
 
 DEFAULTS: dict[str, Any] = {
     "meshtape": {
         "transport": "auto",
         "timeout": 20.0,
-        "timeouts": {"connect": 10.0, "collective": 60.0, "silence": 5.0, "abort": 10.0, "lease": 10.0},
+        "timeouts": {
+            "connect": 10.0,
+            "collective": 60.0,
+            "silence": 5.0,
+            "abort": 10.0,
+            "lease": 10.0,
+            "store": SECONDS,
+        },
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,

@@ -1,4 +1,4 @@
-"""Names, checksums, threads and scratch memory, which every part of storage uses.
+"""Names, checksums, threads, waits and scratch memory, which every part of storage uses.
 
 Imports arrays. Begin with threads.py.
 """

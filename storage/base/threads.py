@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any
 
 from ...arrays.core.errors import OutOfMemory
+from .waiting import pool
 
 THREADS = 2  # to one disk, more only wait for each other
 SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
@@ -95,12 +96,12 @@ def in_threads(
                 out[i] = e
                 return
 
-    with ThreadPoolExecutor(count, thread_name_prefix="meshtape-io") as pool:
+    with pool(count) as made:
         # In the context of the caller, as if they did the work themselves.
         futures: list[Future[None]] = []  # also those before one that cannot begin
         try:
             try:
-                futures.extend(pool.submit(copy_context().run, take) for _ in range(count))
+                futures.extend(made.submit(copy_context().run, take) for _ in range(count))
             except RuntimeError:  # the system has no more threads for us: this one does the work
                 take()
             for future in futures:

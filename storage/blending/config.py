@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError
-from ..base.imports import uninterrupted
+from ..base.waiting import uninterrupted
 from ..stores import store as stores
 
 REQUIRED = object()

@@ -21,8 +21,8 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
-from ..base.imports import uninterrupted
 from ..base.malformed import malformed
+from ..base.waiting import uninterrupted
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import Leaf

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
-from ..base.imports import uninterrupted
 from ..base.scratch import scratch
+from ..base.waiting import uninterrupted
 from .chunk_grid import ChunkGrid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"

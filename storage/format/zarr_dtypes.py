@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 import ml_dtypes
 import numpy as np
 
-from ..base.imports import uninterrupted
+from ..base.waiting import uninterrupted
 
 with uninterrupted():
     import zarr as zarr

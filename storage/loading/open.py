@@ -119,9 +119,8 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
             except CheckpointReplaced:
                 if attempt == generations.ATTEMPTS - 1:
                     raise
-            except CheckpointError:
-                with contextlib.suppress(CheckpointReplaced):
-                    Generation(tags()).check()
+            except CheckpointError as e:
+                if not generations.were_replaced(tags, e):
                     raise
             except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
                 if attempt == generations.ATTEMPTS - 1:

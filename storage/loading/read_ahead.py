@@ -8,12 +8,12 @@ until others need its memory; its remaining ranges are then read one by one.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from ..base.waiting import lock
 from ..checkpoint.checkpoint import Checkpoint
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import RawTensor
@@ -30,7 +30,7 @@ class _AheadSegment:
         self.data: bytearray | None = None
         self.fetched = False
         self.file_nbytes, self.tag = 0, ""
-        self.lock = threading.Lock()
+        self.lock = lock()
 
 
 class ReadAhead:
@@ -43,7 +43,7 @@ class ReadAhead:
         self._limit, self._used = limit, 0
         self._segments: dict[str, tuple[list[int], list[_AheadSegment]]] = {}
         self._held: dict[_AheadSegment, None] = {}  # the one that was used last comes last
-        self._lock = threading.Lock()
+        self._lock = lock()
 
     def __reduce__(self) -> Any:
         return ReadAhead, ()

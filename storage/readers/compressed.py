@@ -8,7 +8,6 @@ the index. So an index is a list of lengths, and one that says anything else is 
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
+from ..base.waiting import lock
 from ..format.chunk_grid import ChunkGrid, ravel
 from ..format.compression import Codec, Zstd
 from ..format.stored_objects import StoredObject
@@ -75,7 +75,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[str, int, int], np.ndarray] = OrderedDict()
-        self._lock, self._size = threading.Lock(), 0
+        self._lock, self._size = lock(), 0
 
     def get(self, key: tuple[str, int, int]) -> np.ndarray | None:
         with self._lock:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
 from ..base import names
+from ..base.waiting import begin
 from ..stores import store as stores
 from .local_zarr import whole
+
+T = TypeVar("T")
+
+
+async def awaited(work: Callable[[], T]) -> T:
+    """``asyncio.to_thread``, for whose threads the end of the process does not wait."""
+    return await asyncio.wrap_future(begin(work))
 
 
 class ReadOnlyStore(Store):
@@ -68,7 +76,7 @@ class PlaceStore(ReadOnlyStore):
         return stores.at(self._root).lists
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
-        data = await asyncio.to_thread(self._read, key, byte_range)
+        data = await awaited(lambda: self._read(key, byte_range))
         if data is None:
             self.absent.add(key)
             return None
@@ -92,15 +100,15 @@ class PlaceStore(ReadOnlyStore):
         stores.at(self._root).refuse_writes()
 
     async def exists(self, key: str) -> bool:
-        return await asyncio.to_thread(stores.at(self._root).size, key) is not None
+        return await awaited(lambda: stores.at(self._root).size(key)) is not None
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         folder = prefix.rpartition("/")[0]
-        for entry in await asyncio.to_thread(lambda: list(stores.at(self._root).entries(folder))):
+        for entry in await awaited(lambda: list(stores.at(self._root).entries(folder))):
             if entry.name.startswith(prefix):
                 yield entry.name
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         store = stores.at(stores.join(self._root, prefix.rstrip("/")) if prefix.rstrip("/") else self._root)
-        for name in await asyncio.to_thread(lambda: [*store.files(), *store.folders()]):
+        for name in await awaited(lambda: [*store.files(), *store.folders()]):
             yield name

@@ -31,6 +31,7 @@ import numpy as np
 
 from ...arrays.backends import casts
 from ...arrays.core.errors import Lossy
+from ..base.waiting import lock
 from ..format import dtypes
 from ..readers.reading import RangeJob
 
@@ -231,7 +232,7 @@ class Tally(dict[Any, CastLoss]):
 
     def __init__(self, held: Mapping[Any, CastLoss] | None = None) -> None:
         super().__init__(held or {})
-        self._lock = threading.Lock()
+        self._lock = lock()
 
     def add(self, name: Any, loss: CastLoss) -> None:
         if loss:

@@ -10,12 +10,12 @@ is computed once, and goes along to other processes.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..base.waiting import lock
 from .casting import Tally, tallied
 
 _TOGETHER = 1 << 25  # elements of the tensors that are measured at a time
@@ -29,7 +29,7 @@ class Measured:
     __slots__ = ("done", "lock", "value")
 
     def __init__(self, done: bool = False, value: Any = None) -> None:
-        self.done, self.value, self.lock = done, value, threading.Lock()
+        self.done, self.value, self.lock = done, value, lock()
 
     def __reduce__(self) -> Any:
         return Measured, (self.done, self.value)

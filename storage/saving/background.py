@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base.threads import give_way, starting
+from ..base.waiting import lock
 
-_lock = threading.Lock()
+_lock = lock()
 _by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen
 _watching_exit = False
 

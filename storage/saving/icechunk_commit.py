@@ -13,8 +13,8 @@ import contextlib
 import itertools
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,11 +23,14 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ...arrays.core.formatting import some
 from ..base.checksums import crc32c
 from ..base.malformed import malformed
+from ..base.waiting import is_late
 from ..format import manifest
 from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE, own_names
 from ..stores import icechunk_store
 from .items import SaveItem
+
+T = TypeVar("T")
 
 _WINDOW = 64 << 20  # bytes that are written at a time
 
@@ -43,8 +46,16 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     if node:
         raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
     icechunk_store.refuse_unwritable(place)
-    try:
+
+    def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
+        return icechunk_store.called(work, place, asked, nbytes)
+
+    def begun() -> tuple[Any, Any, dict[str, dict[str, Any]], Any]:
+        """(repository, session, the attributes of others, group) of a save."""
         repo = icechunk_store.repository(place, create=True)
+        if "main" not in repo.list_branches():  # which none can delete: the repository itself was, since it was opened
+            icechunk_store.forget()
+            repo = icechunk_store.repository(place, create=True)
         if branch not in repo.list_branches():
             if branch in repo.list_tags() or icechunk_store.is_id(branch):
                 raise CheckpointError(f"{target}: {branch!r} is no branch; saves are committed to branches")
@@ -53,23 +64,36 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         session = repo.writable_session(branch)
         kept = _of_others(zarr, session.store, target)
         # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
-        group = zarr.create_group(session.store, overwrite=True)
-        sums = [_write(zarr, group, item, kept.get(item.directory, {})) for item in items]
-        group.update_attributes(kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)})
+        return repo, session, kept, zarr.create_group(session.store, overwrite=True)
+
+    try:
+        repo, session, kept, group = call(begun, "the beginning of a save")
+        sums = [_write(zarr, group, item, kept.get(item.directory, {}), call) for item in items]
+        attributes = kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)}
+        call(lambda: group.update_attributes(attributes), "a write of attributes")
     except ice.IcechunkError as e:
         raise StoreError(f"{target}: icechunk could not write: {icechunk_store.first_line(e)}") from None
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
     told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
     before = session.snapshot_id
+    unknown = f"{target}: whether the commit was made is not known, as its answer was lost"
+
+    def found() -> str:
+        line = itertools.takewhile(lambda s: s.id != before, repo.ancestry(branch=branch))
+        return next((s.id for s in line if s.metadata.get("save") == token), "")
+
     try:
         with icechunk_store.alone(place):
-            made = session.commit(text, told)
+            made = call(lambda: session.commit(text, told), "a commit")
+    except StoreError as e:
+        if is_late(e):
+            raise StoreError(f"{unknown} ({e})") from None
+        raise
     except (ice.ConflictError, ice.IcechunkError) as e:
         # Where the answer was lost, icechunk asks again, and takes its own commit for another's.
-        with icechunk_store.asked(f"{target}: whether the commit was made is not known, as its answer was lost"):
-            line = itertools.takewhile(lambda s: s.id != before, repo.ancestry(branch=branch))
-            made = next((s.id for s in line if s.metadata.get("save") == token), "")
+        with icechunk_store.asked(unknown):
+            made = call(found, "its history")
         if not made and isinstance(e, ice.ConflictError):
             raise CheckpointExists(
                 f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this "
@@ -120,7 +144,7 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequenc
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
 
 
-def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any]) -> str:
+def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any], call: Callable[..., Any]) -> str:
     """Write the chunks of an array, those of zeros too; returns their checksums, in the order of the grid."""
     import asyncio
 
@@ -130,7 +154,8 @@ def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any])
     chunk = _chunk(item)
     form = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0, "attributes": attributes}
     form["dimension_names"] = own_names(item.name, len(item.shape))  # for xarray, as of a plain save
-    array = group.create_array(item.directory, shape=item.shape, chunks=chunk, dtype=item.dtype, **form)
+    form |= {"shape": item.shape, "chunks": chunk, "dtype": item.dtype}
+    array = call(lambda: group.create_array(item.directory, **form), f"a write of {item.directory}")
     grid = ChunkGrid(item.shape, chunk, chunk)
     sums = np.zeros(grid.counts, "<u4")
 
@@ -150,7 +175,8 @@ def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any])
                 raw = padded.tobytes()
                 sums[coord] = value = crc32c(raw)
                 chunks[slashed_key(coord)] = raw + value.to_bytes(4, "little")
-            sync(put(chunks))
+            nbytes = sum(map(len, chunks.values()))
+            call(lambda held=chunks: sync(put(held)), f"a write of {nbytes} bytes", nbytes)
     return base64.b64encode(sums.tobytes()).decode()
 
 

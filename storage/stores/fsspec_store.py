@@ -19,8 +19,8 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from ...arrays.core.errors import MeshtapeError, StoreError
-from ..base.imports import uninterrupted
 from ..base.locations import join
+from ..base.waiting import uninterrupted
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill, recorded
 from .object_store import plain_text, repeated
@@ -67,7 +67,7 @@ def filesystem(root: str) -> tuple[Any, str]:
     return held, path.rstrip("/")
 
 
-def _asked(work: Callable[[], T], where: str) -> T:
+def _asked(work: Callable[[], T], where: str, asked: str, nbytes: int = 0) -> T:
     def once() -> T:
         try:
             return work()
@@ -80,7 +80,7 @@ def _asked(work: Callable[[], T], where: str) -> T:
         except Exception as e:  # each file system has errors of its own
             raise ConnectionError(f"{type(e).__name__}: {e}") from None
 
-    return repeated(once, where)
+    return repeated(once, where, asked, nbytes)
 
 
 def _tag(info: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ class _FsspecReader(Reader):
                     raise FileNotFoundError(self._where)
                 return info
 
-            self._info = _asked(once, self._where)
+            self._info = _asked(once, self._where, "its length and version")
             recorded(self._where, self)
         return self._info
 
@@ -142,7 +142,7 @@ class _FsspecReader(Reader):
                 raise ConnectionError(f"{len(data)} bytes came where {count} from {offset} on were asked for")
             return memoryview(data)
 
-        fill(views, _asked(once, self._where))
+        fill(views, _asked(once, self._where, f"bytes {offset} to {offset + count}", count))
         return count
 
 
@@ -176,7 +176,7 @@ class FsspecStore(Store):
                 if path.rstrip("/") != base and info["type"] == "file"
             ]
 
-        return iter(sorted(_asked(once, join(self.root, under)), key=lambda e: e.name))
+        return iter(sorted(_asked(once, join(self.root, under), "a list of its names"), key=lambda e: e.name))
 
     def folders(self) -> list[str]:
         return self._children("directory")
@@ -195,4 +195,4 @@ class FsspecStore(Store):
             paths = [str(info["name"]).rstrip("/") for info in found if info["type"] == kind]
             return sorted(path.rpartition("/")[2] for path in paths if path != base)
 
-        return _asked(once, self.root)
+        return _asked(once, self.root, "a list of its names")

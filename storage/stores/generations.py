@@ -19,6 +19,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
+from ..base.waiting import is_late
 from . import store as stores
 from .contract import Reader, recording
 
@@ -49,8 +50,21 @@ def one() -> Iterator[None]:
     with recording() as tags:
         try:
             yield
-        finally:
+        except BaseException as e:
+            if isinstance(e, Exception) and not is_late(e):
+                Generation(tags()).check()
+            raise
+        Generation(tags()).check()
+
+
+def were_replaced(tags: Callable[[], dict[str, str]], error: Exception) -> bool:
+    """Whether files that were read are others by now, which may be the reason of an error. A store that does not answer
+    is not asked."""
+    with contextlib.suppress(CheckpointReplaced):
+        if not is_late(error):
             Generation(tags()).check()
+        return False
+    return True
 
 
 def refuse(where: str, then: str, now: str | None) -> None:

@@ -17,24 +17,28 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
 
 from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StoreError
-from ..base.imports import uninterrupted
+from ..base import waiting
 from ..base.locations import is_url, join
+from ..base.waiting import uninterrupted
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill
 from .filesystem import try_lock
 from .object_store import environment
 
+T = TypeVar("T")
+
 SCHEME = "icechunk"
 _OPTIONS = ("endpoint", "region", "anonymous", "requester_pays", "virtual_hosted")  # of an s3:// URL
 _WAIT = 120.0  # seconds for which another commit to a local repository may take
+_LONG = 256 << 20  # bytes for whose time a collection or a count may take: icechunk does not say how far it is
 VIRTUAL = ";virtual_chunks="  # behind PLACE: URLs between commas, quoted
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
@@ -89,14 +93,25 @@ def package() -> Any:
     return icechunk
 
 
+def called(work: Callable[[], T], place: str, asked: str, nbytes: int = 0) -> T:
+    """The result of calls of icechunk for a repository, which a limit or an interrupt ends where that is not on a disk
+    here; `StoreError` in a forked child whose calls nobody would answer."""
+    waiting.refuse_fork("icechunk", f"{SCHEME}://{place}")
+    return waiting.limited(work, f"{SCHEME}://{place}", asked, nbytes) if _is_remote(place) else work()
+
+
+def _is_remote(place: str) -> bool:
+    return is_url(place) or VIRTUAL in place
+
+
 def repository(place: str, *, create: bool = False) -> Any:
     """The repository at a place, opened once a process."""
-    remote = is_url(place) or VIRTUAL in place
-    return _repository(place, create, os.getpid(), environment() if remote else "")
+    surroundings = environment() if _is_remote(place) else ""
+    return called(lambda: _repository(place, create, surroundings), place, "its opening")
 
 
 @lru_cache(maxsize=16)
-def _repository(place: str, create: bool, process: int, surroundings: str) -> Any:
+def _repository(place: str, create: bool, surroundings: str) -> Any:
     ice = package()
     place, _, virtual = place.partition(VIRTUAL)
     try:
@@ -183,14 +198,18 @@ class History:
 def history(place: str, limit: int) -> History:
     """The history of a repository, of whatever branch or tag, as far as its ``limit`` newest snapshots."""
     repo = repository(place)
-    found: dict[str, Any] = {}
     with asked(place):
-        branches = {name: repo.lookup_branch(name) for name in sorted(repo.list_branches())}
-        tags = {name: repo.lookup_tag(name) for name in sorted(repo.list_tags())}
-        for snapshot in [*branches.values(), *tags.values()]:
-            # Where this line meets one that was followed, it goes on as that one did.
-            line = itertools.takewhile(lambda s, held=found: s.id not in held, repo.ancestry(snapshot_id=snapshot))
-            found |= {s.id: s for s in itertools.islice(line, limit)}
+        return called(lambda: _history(repo, limit), place, "its history")
+
+
+def _history(repo: Any, limit: int) -> History:
+    found: dict[str, Any] = {}
+    branches = {name: repo.lookup_branch(name) for name in sorted(repo.list_branches())}
+    tags = {name: repo.lookup_tag(name) for name in sorted(repo.list_tags())}
+    for snapshot in [*branches.values(), *tags.values()]:
+        # Where this line meets one that was followed, it goes on as that one did.
+        line = itertools.takewhile(lambda s, held=found: s.id not in held, repo.ancestry(snapshot_id=snapshot))
+        found |= {s.id: s for s in itertools.islice(line, limit)}
     newest = sorted(found.values(), key=lambda s: s.written_at, reverse=True)
     return History(branches, tags, newest[:limit])
 
@@ -201,10 +220,10 @@ def collect(place: str, silence: float, *, dry_run: bool) -> Any:
     repo = repository(place)
     with asked(place, "what is unreachable in it"):
         if dry_run:
-            return repo.garbage_collect(before, dry_run=True)
+            return called(lambda: repo.garbage_collect(before, dry_run=True), place, "a collection", _LONG)
         refuse_unwritable(place)
         with alone(place):
-            return repo.garbage_collect(before)
+            return called(lambda: repo.garbage_collect(before), place, "a collection", _LONG)
 
 
 def chunk_bytes(place: str) -> Any:
@@ -213,11 +232,15 @@ def chunk_bytes(place: str) -> Any:
     if count is None:
         raise StoreError(f"{place}: this icechunk counts no chunks; a later one has Repository.chunk_storage_stats")
     with asked(place, "the sizes of its chunks"):
-        return count()
+        return called(count, place, "the sizes of its chunks", _LONG)
 
 
 def snapshot_of(repo: Any, ref: str, root: str) -> str:
     """The id of the snapshot that a branch, a tag or an id names."""
+    return called(lambda: _snapshot_of(repo, ref, root), divide(root)[0], "its branches and tags")
+
+
+def _snapshot_of(repo: Any, ref: str, root: str) -> str:
     with asked(root):
         branches, tags = repo.list_branches(), repo.list_tags()
     if ref in branches and ref in tags:
@@ -255,9 +278,12 @@ def virtual_files(root: str) -> list[str]:
     prefixes = list(filter(None, unquote(place.partition(VIRTUAL)[2]).split(",")))
     if not prefixes:
         return []
+
+    def locations() -> list[str]:
+        return repository(place).readonly_session(snapshot_id=snapshot).all_virtual_chunk_locations()
+
     with asked(root, "its virtual chunks"):
-        session = repository(place).readonly_session(snapshot_id=snapshot)
-        named = set(map(unquote, session.all_virtual_chunk_locations()))
+        named = set(map(unquote, called(locations, place, "its virtual chunks")))
     found = []
     for given in prefixes:
         scheme, _, rest = given.partition("://")
@@ -320,7 +346,7 @@ class IcechunkStore(Store):
         place, ref, node = divide(self.root)
         if not is_id(ref):
             ref = snapshot_of(repository(place), ref, self.root)
-        return _snapshot(place, ref), node, ref
+        return called(lambda: _snapshot(place, ref), place, "a snapshot"), node, ref
 
     def reader(self, name: str) -> Reader:
         from zarr.core.buffer import default_buffer_prototype
@@ -328,10 +354,14 @@ class IcechunkStore(Store):
 
         held, node, ref = self._held()
         key = "/".join(p for p in (node, name) if p)
+        place = divide(self.root)[0]
         try:
-            found = sync(held.get(key, default_buffer_prototype()))
+            size = called(lambda: sync(held.getsize(key)), place, "a length") if _is_remote(place) else 0
+            found = called(lambda: sync(held.get(key, default_buffer_prototype())), place, key, size)
+        except StoreError:
+            raise
         except Exception as e:
-            if "invalid zarr key" in str(e).lower() or isinstance(e, (ValueError, KeyError)):
+            if "invalid zarr key" in str(e).lower() or isinstance(e, (ValueError, KeyError, FileNotFoundError)):
                 raise FileNotFoundError(key) from None  # a name that no hierarchy has
             raise _refused(self.root, join(self.root, name), str(e)) or StoreError(
                 f"{join(self.root, name)} cannot be read: {first_line(e)}"
@@ -353,7 +383,7 @@ class IcechunkStore(Store):
             return [key async for key in held.list_prefix(start)]
 
         cut = f"{node}/" if node else ""
-        found = (key.lstrip("/") for key in sync(names()))
+        found = (key.lstrip("/") for key in called(lambda: sync(names()), divide(self.root)[0], "a list of its names"))
         return sorted(k.removeprefix(cut) for k in found if k.startswith(f"{start}/" if start else ""))
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:

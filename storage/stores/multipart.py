@@ -6,10 +6,12 @@ import contextlib
 import importlib
 import itertools
 import queue
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
+from ..base import waiting
 from ..base.threads import starting
 
 PART = 8 << 20  # bytes of one part
@@ -30,47 +32,53 @@ def owned(pieces: Iterable[Any]) -> Iterator[bytes]:
             yield data
 
 
-def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], attributes: Any = None) -> int:
+def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], attributes: Any, where: str) -> int:
     """Upload an object in parts, while its pieces are made here.
 
     The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be
-    downloads.
+    downloads. An interrupt leaves the client alone with what it has, and without the end of the object.
     """
-    waiting: queue.Queue[Any] = queue.Queue(2 * UPLOADS)
+    pieces: queue.Queue[Any] = queue.Queue(2 * UPLOADS)
+    ahead = (2 * UPLOADS + UPLOADS) * PART  # bytes that may be on their way
     total = 0
 
     def taken() -> Iterator[bytes]:
-        while not isinstance(item := waiting.get(), _UploadEnd):
+        while not isinstance(item := pieces.get(), _UploadEnd):
             yield item
         if item.error is not None:
             raise item.error  # the client then gives the parts up
 
     def give(item: Any) -> bool:
+        end = time.monotonic() + waiting.seconds(ahead)
         while not upload.done():
             with contextlib.suppress(queue.Full):
-                waiting.put(item, timeout=1.0)
+                pieces.put(item, timeout=0.25)
                 return True
+            waiting.check_stopped(where)
+            if time.monotonic() > end:
+                raise waiting.late(where, asked, waiting.seconds(ahead))
         return False
 
-    with starting(), ThreadPoolExecutor(1, thread_name_prefix="meshtape-upload") as pool:
-        upload = pool.submit(
-            importlib.import_module("obstore").put,
-            held,
-            key,
-            taken(),
-            chunk_size=PART,
-            max_concurrency=UPLOADS,
-            attributes=attributes,
-        )
-        try:
-            for data in itertools.chain(first, rest):
-                total += len(data)
-                if not give(data):
-                    break
-        except BaseException as e:
-            give(_UploadEnd(e))
-            wait([upload])
-            raise
+    put, asked = importlib.import_module("obstore").put, "an upload in parts"
+    options = {"chunk_size": PART, "max_concurrency": UPLOADS, "attributes": attributes}
+    with starting():
+        upload = waiting.begin(partial(put, held, key, taken(), **options))
+    try:
+        for data in itertools.chain(first, rest):
+            total += len(data)
+            if not give(data):
+                break
         give(_UploadEnd())
-        upload.result()
+        waiting.result(upload, where, asked, ahead)
+    except BaseException as e:
+        if upload.done():
+            raise
+        with contextlib.suppress(queue.Empty):
+            while True:
+                pieces.get_nowait()
+        pieces.put(_UploadEnd(e))
+        if isinstance(e, Exception) and not waiting.is_late(e):
+            with contextlib.suppress(Exception):
+                waiting.result(upload, where, asked, ahead)  # the client gives the parts up
+        raise
     return total

@@ -13,21 +13,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import math
 import os
 import random
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, StoreError
+from ..base import waiting
 from ..base.checksums import crc32c
-from ..base.imports import uninterrupted
-from ..base.locations import READ_ONLY, join
+from ..base.locations import READ_ONLY, SCHEMES, join
+from ..base.waiting import uninterrupted
 from . import multipart, url_options
 from .contract import Pieces, Reader, Store, StoredObjectInfo, fill, recorded
 
@@ -38,8 +40,6 @@ RETRIES = 6
 FIRST_PAUSE = 0.1  # seconds; doubled each time
 CONNECT_TIMEOUT = timedelta(seconds=10)
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte
-WHOLE_TIMEOUT = timedelta(minutes=10)
-PATIENCE = timedelta(minutes=3)  # the client's with a request; and no attempt of ours begins after it
 _REQUEST = 8 << 20  # bytes of one download
 
 # Where clouds keep the credentials of their own machines: asked where the environment has none.
@@ -49,7 +49,7 @@ _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CREDENT
 _STREAMED = 64 << 20  # of a server without ranges: bytes that are skipped at most
 _clients: dict[Any, Any] = {}
 _rangeless: set[str] = set()  # servers that have answered a request for a range with the whole
-_lock = threading.Lock()
+_lock = waiting.lock()
 
 
 def _obstore() -> Any:
@@ -70,14 +70,23 @@ def client(root: str) -> tuple[Any, str]:
     """(obstore's store of the bucket, prefix of ``root`` in it); one store a bucket and environment."""
     scheme, _, rest = root.partition("://")
     bucket, _, prefix = rest.partition("/")  # with the options of the URL
-    key = (scheme, bucket, "" if scheme == "memory" else environment())
+    limit = waiting.seconds()
+    key = (scheme, bucket, "" if scheme == "memory" else environment(), limit)
+    _refuse_fork(root)
     with _lock:
         if key not in _clients:
-            _clients[key] = _connect(scheme, bucket)
+            _clients[key] = _connect(scheme, bucket, limit)
         return _clients[key], prefix
 
 
-def _connect(scheme: str, authority: str) -> Any:
+def _refuse_fork(where: str) -> None:
+    """Raise `StoreError` in a forked child whose requests nobody would answer. Memory needs no threads."""
+    scheme = where.partition("://")[0]
+    if scheme in SCHEMES and scheme != "memory":
+        waiting.refuse_fork("obstore", where)
+
+
+def _connect(scheme: str, authority: str, limit: float) -> Any:
     _obstore()
     bucket, given = url_options.divide(authority)
     config = {url_options.KNOWN[scheme][name]: url_options.plain(value) for name, value in given.items()}
@@ -91,8 +100,8 @@ def _connect(scheme: str, authority: str) -> Any:
     options: dict[str, Any] = {
         "client_options": {
             "connect_timeout": CONNECT_TIMEOUT,
-            "read_timeout": STALL_TIMEOUT,
-            "timeout": WHOLE_TIMEOUT,
+            "read_timeout": min(STALL_TIMEOUT, timedelta(seconds=limit + 1)),
+            "timeout": timedelta(seconds=waiting.seconds(multipart.PART)),
             "allow_http": plain,
             "user_agent": "meshtape",
         },
@@ -103,7 +112,7 @@ def _connect(scheme: str, authority: str) -> Any:
                 "max_backoff": timedelta(seconds=15),
                 "base": 2,
             },
-            "retry_timeout": PATIENCE,
+            "retry_timeout": timedelta(seconds=limit),
         },
     }
     try:
@@ -171,7 +180,7 @@ def _explained(error: Exception, where: str) -> Exception:
             f"{where}: access was refused; check the credentials in the environment, and what they may do "
             f"({plain_text(error)})"
         )
-    return StoreError(f"{where}: {plain_text(error)}")
+    return StoreError(f"{where}: {plain_text(error).replace('retry_timeout', 'meshtape.timeouts.store')}")
 
 
 def _passes(error: Exception) -> bool:
@@ -191,8 +200,19 @@ def _host(where: str) -> str:
     return "/".join(where.split("/")[:3])
 
 
-def repeated(work: Callable[[], T], where: str) -> T:
-    end = time.monotonic() + PATIENCE.total_seconds()
+def repeated(work: Callable[[], T], where: str, asked: str, nbytes: int = 0) -> T:
+    """The result of a request for ``nbytes``, asked again where that may help; `StoreError` after its time (`waiting`).
+
+    ``asked`` is for the error, as "its length".
+    """
+    _refuse_fork(where)
+    if where.startswith("memory:"):
+        return _repeated(work, where, math.inf)
+    end = time.monotonic() + waiting.seconds(nbytes)
+    return _repeated(lambda: waiting.limited(work, where, asked, nbytes, end - time.monotonic()), where, end)
+
+
+def _repeated(work: Callable[[], T], where: str, end: float) -> T:
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -206,10 +226,10 @@ def repeated(work: Callable[[], T], where: str) -> T:
     raise AssertionError("unreachable")
 
 
-def _fetched(work: Callable[[], T], where: str) -> T:
+def _fetched(work: Callable[[], T], where: str, asked: str = "its length", nbytes: int = 0) -> T:
     """`repeated` for a read: a server that answers 409 or 412 has another object by now."""
     try:
-        return repeated(work, where)
+        return repeated(work, where, asked, nbytes)
     except FileExistsError:
         raise CheckpointReplaced(f"{where} was replaced while it was read; open it again") from None
 
@@ -283,11 +303,12 @@ class _ObjectReader(Reader):
 
         if self._nbytes is not None and start >= self._nbytes:
             return memoryview(b"")
+        whole = start + n if _host(self._where) in _rangeless else n
         try:
-            return _fetched(once, self._where)
-        except StoreError:
+            return _fetched(once, self._where, f"bytes {start} to {start + n}", whole)
+        except StoreError as e:
             # Servers answer a range behind the end with an error; whether it was that one, the length tells.
-            if start >= self.nbytes:
+            if not waiting.is_late(e) and start >= self.nbytes:
                 return memoryview(b"")
             raise
 
@@ -377,7 +398,7 @@ class ObjectStore(Store):
             return {"e_tag": entry.tag}
         # Google compares generations, of which its lists say nothing.
         held, key, where = self._at(entry.name)
-        meta = repeated(lambda: _obstore().head(held, key), where)
+        meta = repeated(lambda: _obstore().head(held, key), where, "its version")
         return {"e_tag": str(meta["e_tag"]), "version": str(meta["version"])}
 
     def replace(self, name: str, data: bytes, version: Mapping[str, str]) -> int:
@@ -405,9 +426,9 @@ class ObjectStore(Store):
             for data in rest:
                 first.append(data)
                 n += len(data)
-                if n > multipart.PART:
+                if n > multipart.PART and not waiting.is_lost("obstore"):  # memory:// in a fork: no thread takes parts
                     try:
-                        return multipart.in_parts(held, key, first, rest, self._attributes())
+                        return multipart.in_parts(held, key, first, rest, self._attributes(), where)
                     except FileNotFoundError as e:
                         # Where the answer to its end was lost, the client has asked again for the end of what had
                         # ended.
@@ -417,7 +438,7 @@ class ObjectStore(Store):
             return self._put_whole(name, b"".join(first), mode)
 
         if made is not None:
-            return repeated(once, where)
+            return _repeated(once, where, time.monotonic() + waiting.seconds())
         try:
             return once()
         except Exception as e:
@@ -437,7 +458,8 @@ class ObjectStore(Store):
         held, key, where = self._at(name)
         options = {"mode": mode, "use_multipart": False, "attributes": self._attributes()}
         try:
-            repeated(lambda: _obstore().put(held, key, data, **options), where)
+            work = partial(_obstore().put, held, key, data, **options)
+            repeated(work, where, f"a write of {len(data)} bytes", len(data))
         except FileExistsError:
             # An answer that was lost is asked for again, and then the object that is there may be this very one.
             if self.get(name) != data:
@@ -460,7 +482,7 @@ class ObjectStore(Store):
                     with contextlib.suppress(FileNotFoundError):
                         _obstore().delete(held, key)
 
-        repeated(once, self.root)
+        repeated(once, self.root, f"a deletion of {len(keys)} objects")
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         held, prefix, where = self._at(under)
@@ -472,7 +494,7 @@ class ObjectStore(Store):
         self._refuse_lists()
         found = [
             StoredObjectInfo(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
-            for m in repeated(once, where)
+            for m in repeated(once, where, "a list of its names")
         ]
         return iter(sorted(found, key=lambda e: e.name))
 
@@ -485,7 +507,8 @@ class ObjectStore(Store):
     def _children(self) -> Any:
         self._refuse_lists()
         held, prefix, where = self._at("")
-        return repeated(lambda: _obstore().list_with_delimiter(held, prefix=prefix or None), where)
+        work = partial(_obstore().list_with_delimiter, held, prefix=prefix or None)
+        return repeated(work, where, "a list of its names")
 
     def _refuse_lists(self) -> None:
         if not self.lists:

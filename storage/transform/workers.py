@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointError, ClusterError
 from ..base.threads import starting
+from ..base.waiting import pool
 
 T = TypeVar("T")
 _SHORT = 2e-3  # seconds
@@ -51,10 +52,10 @@ class Workers:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            with starting(), ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
+            with starting(), pool(self.threads) as made:
                 # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a
                 # time, which would spend their time handing the interpreter to one another.
-                yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
+                yield from self._spread(made, 2 * self.threads, fn, items, arguments, 64)
 
     @staticmethod
     def _spread(
@@ -96,7 +97,8 @@ class Workers:
         finally:
             for future in running:
                 future.cancel()
-            wait([f for f in running if not f.cancelled()])
+            if not isinstance(executor, ThreadPoolExecutor):  # the end of a pool waits itself
+                wait([f for f in running if not f.cancelled()])
 
 
 def _called(fn: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> tuple[list[T], BaseException | None, float]:

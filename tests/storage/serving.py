@@ -67,7 +67,7 @@ class Proxy(Served):
     """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500"
     (an answer of the server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the
     request is carried out, the answer never comes), "slow" (the answer comes in drops), "stall" (no answer for long),
-    or a process to kill before it is passed on."""
+    an event until which there is no answer, or a process to kill before it is passed on."""
 
     def __init__(self, upstream):
         self.upstream, self.fault, self.count, self.sent, self.log = upstream, None, 0, 0, []
@@ -88,6 +88,10 @@ class Proxy(Served):
                     fault = proxy.fault(number, self.command, self.path) if proxy.fault else None
                 if isinstance(fault, int):
                     os.kill(fault, signal.SIGKILL)
+                    self.close_connection = True
+                    return
+                if isinstance(fault, threading.Event):
+                    fault.wait(120)
                     self.close_connection = True
                     return
                 if fault == "stall":

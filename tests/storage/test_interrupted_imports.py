@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from meshtape.storage.base.imports import uninterrupted
+from meshtape.storage.base.waiting import uninterrupted
 
 _PROGRAM = """
 import signal, sys
