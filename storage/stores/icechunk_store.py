@@ -104,8 +104,10 @@ def _is_remote(place: str) -> bool:
     return is_url(place) or VIRTUAL in place
 
 
-def repository(place: str, *, create: bool = False) -> Any:
-    """The repository at a place, opened once a process."""
+def repository(place: str, *, create: bool = False, anew: bool = False) -> Any:
+    """The repository at a place, opened once a process; ``anew`` to see what others have deleted of its history."""
+    if anew:
+        forget()
     surroundings = environment() if _is_remote(place) else ""
     return called(lambda: _repository(place, create, surroundings), place, "its opening")
 
@@ -197,7 +199,7 @@ class History:
 
 def history(place: str, limit: int) -> History:
     """The history of a repository, of whatever branch or tag, as far as its ``limit`` newest snapshots."""
-    repo = repository(place)
+    repo = repository(place, anew=True)
     with asked(place):
         return called(lambda: _history(repo, limit), place, "its history")
 
@@ -217,7 +219,7 @@ def _history(repo: Any, limit: int) -> History:
 def collect(place: str, silence: float, *, dry_run: bool) -> Any:
     """icechunk's summary of what no branch or tag leads to and nobody has written for so many seconds; deletes it."""
     before = datetime.fromtimestamp(time.time() - min(max(silence, -1.0), time.time()), UTC)
-    repo = repository(place)
+    repo = repository(place, anew=True)
     with asked(place, "what is unreachable in it"):
         if dry_run:
             return called(lambda: repo.garbage_collect(before, dry_run=True), place, "a collection", _LONG)
@@ -228,7 +230,7 @@ def collect(place: str, silence: float, *, dry_run: bool) -> Any:
 
 def chunk_bytes(place: str) -> Any:
     """icechunk's count of the bytes of chunks to which branches and tags lead: native, inlined and virtual ones."""
-    count = getattr(repository(place), "chunk_storage_stats", None)
+    count = getattr(repository(place, anew=True), "chunk_storage_stats", None)
     if count is None:
         raise StoreError(f"{place}: this icechunk counts no chunks; a later one has Repository.chunk_storage_stats")
     with asked(place, "the sizes of its chunks"):

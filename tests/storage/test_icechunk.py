@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
 
 import ml_dtypes
 import numpy as np
@@ -188,6 +189,21 @@ def test_bytes_of_a_repository_are_those_that_icechunk_counts(repository, capsys
     assert mt.storage.usage(f"icechunk://{place}@main") == found
     assert dataclasses.asdict(found) == json.loads(CliRunner().invoke(main, ["du", where, "--json"]).stdout)
     assert "no branch or tag leads there" in CliRunner().invoke(main, ["du", where]).stdout
+
+
+def test_history_that_others_have_shortened_is_seen(tmp_path):
+    ice = pytest.importorskip("icechunk")
+    for step in range(3):
+        save(f"icechunk://{tmp_path}", {"w": np.full(1000, float(step))}, step=step)
+    assert len(icechunk_store.history(str(tmp_path), 9).snapshots) == 4  # with the first, which is empty
+    place = ice.local_filesystem_storage(str(tmp_path))
+    ice.Repository.open(place).expire_snapshots(older_than=datetime.now(UTC))
+    left = len(list(ice.Repository.open(place).ancestry(branch="main")))
+    assert len(icechunk_store.history(str(tmp_path), 9).snapshots) == left < 4
+    assert mt.storage.usage(tmp_path).unreachable > 0
+    assert mt.storage.gc(tmp_path, older_than=-1)
+    assert mt.storage.usage(tmp_path).unreachable == 0
+    assert load(f"icechunk://{tmp_path}")["w"][0] == 2
 
 
 def test_garbage_of_a_repository_is_deleted_by_icechunk(repository):
