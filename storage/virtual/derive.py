@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ..loading import runs
 from ..loading.open import open_checkpoint
 from ..rules.rules import Rules
 from ..stores import store
+from ..transform.model_config import config_of
 from . import adapters
 from . import expressions as ex
 from .document import build, loads, read_document
@@ -26,6 +27,7 @@ from .identity import identity_of
 
 Source = str | os.PathLike[str] | Checkpoint
 Integers = Literal["equal", "first", "last"]
+_CONFIG = "adapter_config.json"
 _PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
 _OTHERS = (
     "use_dora",
@@ -210,7 +212,7 @@ def add(base: Source, delta: Source, scale: float = 1.0, *, integers: Integers =
     return _made(ex.Add, [base, delta], scale=scale, integers=integers)
 
 
-def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> Checkpoint:
+def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     """A base with an adapter of PEFT applied: ``W + scale * (alpha / r) * B @ A``, with ``alpha / √r`` for rslora.
 
     Parameters
@@ -219,7 +221,8 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
         The model. Its weights are called as in the adapter, with ``.weight`` at their end or without.
     adapter
         The directory of the adapter, with ``adapter_config.json`` (``r``, ``lora_alpha``, ``use_rslora``,
-        ``rank_pattern``, ``alpha_pattern``, ``fan_in_fan_out``). What it says is kept in the expression.
+        ``rank_pattern``, ``alpha_pattern``, ``fan_in_fan_out``), or a virtual adapter, such as the `mean` of a run.
+        What its configuration says is kept in the expression.
     scale
         A further factor.
 
@@ -232,11 +235,15 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     """
     held = Sources()
     nodes = held.add(base), held.add(adapter)
-    where = store.location(adapter) if not isinstance(adapter, Checkpoint) else adapter.path
-    ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else None
-    if ckpt is None:
-        raise CheckpointError("an adapter is a directory with adapter_config.json, not a virtual checkpoint")
-    config = _config(where)
+    ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else build(nodes[1], held.parents)
+    if ckpt.computed is None:
+        config = _config_in(store.location(adapter) if not isinstance(adapter, Checkpoint) else adapter.path)
+    elif not math.isclose(ex.weight_of(ckpt.computed.expression), 1, abs_tol=1e-6):
+        raise CheckpointError(f"{ckpt.path} is a difference of adapters, and none itself before it is added to one")
+    elif said := config_of(ckpt.documents, _CONFIG):
+        config = _checked(f"the {_CONFIG} of {ckpt.path}", lambda: said)
+    else:
+        raise CheckpointError(f"{ckpt.path} has no {_CONFIG}, which says the rank and alpha of an adapter")
     modules = {m[1]: ckpt[n].shape for n in ckpt if (m := adapters.ADAPTER.match(n)) and m[3] == "A"}
     default = _factor(config, {}, config["r"])
     factors = {m: _factor_of(config, m, int(shape[0])) for m, shape in modules.items() if shape}
@@ -248,12 +255,21 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     return build(adapters.Lora(nodes, scale, **params), held.parents)
 
 
-def _config(where: str) -> dict[str, Any]:
-    """The checked ``adapter_config.json`` of an adapter."""
-    file = store.join(where, "adapter_config.json")
-    try:
+def _config_in(where: str) -> dict[str, Any]:
+    """The checked ``adapter_config.json`` of a directory."""
+    file = store.join(where, _CONFIG)
+
+    def read() -> Any:
         at, name = store.holding(file)
-        config = strict_json.loads(at.get(name), unique=True)
+        return strict_json.loads(at.get(name), unique=True)
+
+    return _checked(file, read)
+
+
+def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
+    """The configuration of an adapter; a typed error that begins with ``file`` for one that is none."""
+    try:
+        config = read()
         if not isinstance(config, dict):
             raise TypeError("it is no object")
         _refuse_others(file, config)

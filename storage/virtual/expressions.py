@@ -278,7 +278,7 @@ class Arithmetic(Node):
 
     def _told_of_adapters(self) -> str:
         """A note on sums of factors. Raises where their weights would change each product by their square."""
-        whole = _weight(self)
+        whole = weight_of(self)
         if not math.isclose(whole, 1, abs_tol=1e-6) and (whole or not isinstance(self, Difference)):
             raise CheckpointError(
                 f"{self}: the weights of these adapters sum to {whole:g}, and products of their factors would be "
@@ -377,11 +377,11 @@ class Add(Arithmetic):
     terms = property(lambda self: (1.0, self.scale))
 
 
-def _weight(node: Any) -> float:
+def weight_of(node: Any) -> float:
     """The sum of the weights of all checkpoints of an expression."""
     if isinstance(node, Arithmetic):
-        return math.fsum(t * _weight(x) for t, x in zip(node.terms, node.of, strict=True)) / node.divisor
-    return _weight(node.of[0]) if getattr(node, "of", ()) else 1.0
+        return math.fsum(t * weight_of(x) for t, x in zip(node.terms, node.of, strict=True)) / node.divisor
+    return weight_of(node.of[0]) if getattr(node, "of", ()) else 1.0
 
 
 def refuse_scaled(ckpt: Checkpoint, names: Container[str] | None = None) -> None:

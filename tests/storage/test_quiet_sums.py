@@ -164,3 +164,25 @@ def test_an_empty_token_is_refused(tmp_path: Path, host: str) -> None:
     mt.save(tmp_path / "c", {"a": np.ones(2)})
     with pytest.raises(CheckpointError, match="a token is a text of a character or more"):
         mt.storage.serve(tmp_path / "c", host=host, token="")
+
+
+def test_a_virtual_adapter_is_applied_as_the_directory_that_it_becomes(tmp_path: Path) -> None:
+    base = tmp_path / "base.safetensors"
+    save_safetensors(base, {"q.weight": np.eye(2, dtype="f4")})
+    a, b = adapter(tmp_path, "a"), adapter(tmp_path, "bb")
+    mean = virtual.mean([a, b])
+    document = virtual.write(tmp_path / "mean.json", mean)
+    mt.merge(document, tmp_path / "made")
+    wanted = mt.load(virtual.lora(base, tmp_path / "made"))["q.weight"]
+    for given in (mean, document):
+        applied = virtual.lora(base, given, 1.0)
+        again = virtual.write(tmp_path / "applied.json", applied, overwrite=True)
+        for found in (applied, again):
+            assert np.array_equal(mt.load(found)["q.weight"], wanted)
+    apart = virtual.difference(a, b)
+    with pytest.raises(CheckpointError, match="a difference of adapters"):
+        virtual.lora(base, apart)
+    both = (mt.load(virtual.lora(base, x))["q.weight"] for x in (virtual.add(b, apart), a))
+    np.testing.assert_allclose(*both, rtol=1e-5)
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        virtual.lora(base, virtual.mean([base, base]))

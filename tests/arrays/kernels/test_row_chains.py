@@ -41,11 +41,14 @@ def both(fn: Callable[..., Any], place: Any, emulator: Any, *hosts: np.ndarray) 
     return got, [a.numpy() for a in (exact if isinstance(exact, tuple) else (exact,))]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)
-@pytest.mark.parametrize("name", FUNCTIONS)
+CALLS = [(n, d) for n in FUNCTIONS for d in FLOATS if n == "sum of squares" or d.name in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CALLS, ids=[f"{n}-{d.name}" for n, d in CALLS])
 def test_a_chain_and_its_reduction_are_one_launch(name: str, dtype: np.dtype, place: Any, emulator: Any) -> None:
     rng = np.random.default_rng(0)
-    for shape, center in (((64, 40), (64, 1)), ((8, 9, 33), (33,)), ((70, 2056), ())):
+    every = name in ("sum of squares", "max")  # each of these is a kernel of its own
+    for shape, center in (((64, 40), (64, 1)), ((8, 9, 33), (33,)), ((70, 2056), ()))[: 3 if every else 1]:
         emulator.launched.clear()
         x, c = rng.normal(1, 1, shape).astype(dtype), rng.uniform(0.5, 1.5, center).astype(dtype)
         (got,), (want,) = both(FUNCTIONS[name], place, emulator, x, c)
