@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ..arrays.core.formatting import human_bytes
+from ..arrays.core.formatting import human_bytes, some
 from ..errors import CheckpointExists, Lossy
 from ..storage.browse.model.text import count
 from .parts import CHECKPOINT, JSON, WorkStopped, checked, dtype_names, each, examples, packing, print_json
@@ -270,7 +270,7 @@ def _write(
             raise WorkStopped(f"interrupted. What was written stays: the same command goes on with {dst}") from None
     text = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"
     for how, names in (("left out", r.skipped), ("left behind", r.left_behind)):
-        text += f"; {how}: {', '.join(names)}" if names else ""
+        text += f"; {how}: {some(names, 8)}" if names else ""
     _tell(r, as_json, "\n  ".join([text, *r.notes, *(f"{name}: {loss}" for name, loss in r.losses.items())]))
 
 
