@@ -54,7 +54,11 @@ def op_on(client: Client, address: str, name: str, fn: Callable[..., Any]) -> It
     finally:
         # The scheduler may count a worker that is dead already, and would try for half a minute to reach it.
         if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            client.run(put, None, workers=[address])
+            try:
+                client.run(put, None, workers=[address])
+            except OSError:  # it died meanwhile, or this raises
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).wait(60)
 
 
 def failing(end: str, at: float | None = None) -> Callable[..., Any]:
