@@ -40,12 +40,14 @@ def is_run(directory: str) -> bool:
         return False
 
 
-def beside(directory: str) -> list[str]:
+def beside(directory: str, *, ours: bool = False) -> list[str]:
     """Numbered checkpoints of another writer, of the newest, that lie beside steps of a `CheckpointManager`, or in a
-    checkpoint of another writer. They are no steps of that run."""
+    checkpoint of another writer. They are no steps of that run. With ``ours`` none where there is no step of ours."""
     folders = folders_of(directory) if stores.is_url(directory) or os.path.isdir(directory) else []
-    ours = numbered.listed(folders)
-    named = sorted((n for n in folders if n not in ours and numbered.series(n)), key=numbered.series)
+    steps = numbered.listed(folders)
+    if ours and not steps:
+        return []
+    named = sorted((n for n in folders if n not in steps and numbered.series(n)), key=numbered.series)
     found = []
     for name in named[-_LOOKS:]:
         with contextlib.suppress(CheckpointError, OSError):
@@ -56,7 +58,7 @@ def beside(directory: str) -> list[str]:
 
 def warn_of_others(directory: str, stacklevel: int = 3) -> None:
     """Warn of checkpoints that lie beside a run and do not belong to it."""
-    if (names := beside(directory)) and numbered.listed(folders_of(directory)):
+    if names := beside(directory, ours=True):
         warnings.warn(
             f"{directory}: {', '.join(names)} are of another writer, and no steps of this run; name each by its path",
             stacklevel=stacklevel,
