@@ -60,7 +60,7 @@ class Answer:
         self._piece: Piece | None = piece
         self._first = at - piece.size
         self._sent = 0  # bytes of the piece
-        self._coming: deque[tuple[int, Future[Piece]]] = deque()
+        self._coming: deque[tuple[int, RawTensor | Future[np.ndarray]]] = deque()
         sock.settimeout(_TURN)
         # Else the last byte waits until those before it are acknowledged.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,11 +69,11 @@ class Answer:
         """Send what is left. Raises `_TakesNothing` in between."""
         while True:
             if self._piece is None:
-                self._piece = _piece(self._file, self._first, self._at)
+                self._piece = lying(self._file, self._first, self._at) or read(self._file, self._first, self._at)
             while self._at < self._stop and len(self._coming) < _AHEAD:
-                end = min(self._stop, self._file.cut(self._at))
-                self._coming.append((self._at, readers.submit(_piece, self._file, self._at, end)))
-                self._at = end
+                at, self._at = self._at, min(self._stop, self._file.cut(self._at))
+                coming = lying(self._file, at, self._at) or readers.submit(read, self._file, at, self._at)
+                self._coming.append((at, coming))
             try:
                 self._send_file(self._piece) if isinstance(self._piece, RawTensor) else self._send_bytes(self._piece)
             except TimeoutError:
@@ -81,7 +81,7 @@ class Answer:
             if not self._coming:
                 return
             self._first, coming = self._coming.popleft()
-            self._piece, self._sent = coming.result(), 0
+            self._piece, self._sent = coming.result() if isinstance(coming, Future) else coming, 0
 
     def _took(self, nbytes: int) -> None:
         if nbytes > 0:
@@ -114,7 +114,8 @@ class Answer:
     def forget(self) -> None:
         """Keep nothing that can be made again; the piece ends at ``_at`` then."""
         for _, coming in self._coming:
-            coming.cancel()
+            if isinstance(coming, Future):
+                coming.cancel()
         if self._coming:
             self._at = self._coming[0][0]
         self._coming.clear()
@@ -138,9 +139,9 @@ class Sender:
         self._lock = threading.Lock()
 
     def read(self, file: VirtualFile, start: int, stop: int) -> np.ndarray:
-        """Some bytes of a file. Where they are a chunk of Zarr that follows one that was asked for, the next chunks are
-        made meanwhile."""
-        if not isinstance(file, ChunkFile) or stop - start < file.nbytes or file.nbytes > LIMIT:
+        """Some bytes of a file. Where they begin a chunk of Zarr that follows one that was asked for, the beginnings of
+        the next chunks are made meanwhile."""
+        if not isinstance(file, ChunkFile) or start or stop != file.cut(0) or stop > LIMIT or file.stored(0, stop):
             return read(file, start, stop)
         after = file.following(_AHEAD)
         with self._lock:
@@ -151,7 +152,7 @@ class Sender:
                 with contextlib.suppress(RuntimeError):  # the server is closed
                     for each in after:
                         if each.key not in self._ahead and each.key not in self._asked:
-                            self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.nbytes)
+                            self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.cut(0))
                 while len(self._ahead) > 2 * _AHEAD:  # nobody has asked for these
                     self._ahead.popitem(last=False)[1][1].cancel()
             self._expected.extend(each.key for each in after[:1])
@@ -225,11 +226,7 @@ class Sender:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _lying(file: VirtualFile, at: int, stop: int) -> RawTensor | None:
+def lying(file: VirtualFile, at: int, stop: int) -> RawTensor | None:
     """Where some bytes lie in a local file as they are."""
     held = file.stored(at, stop)
     return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else None
-
-
-def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
-    return _lying(file, at, stop) or read(file, at, stop)

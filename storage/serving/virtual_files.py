@@ -163,12 +163,18 @@ class TensorFile:
             return None
         return bytes_in(held, start - first, stop - start)
 
-    def _window(self, at: int) -> tuple[int, Box]:
-        """(the first byte, the elements) of the window in which a byte lies."""
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The shape of the pieces: whole stored chunks that together are one run of the file, where these are not too
+        large."""
         shape, chunk, item = self.tensor.shape, self.tensor.chunk, self.tensor.dtype.itemsize
         cut = next((i for i, n in enumerate(chunk) if n > 1), 0)
-        band = math.prod(chunk[cut : cut + 1]) * math.prod(shape[cut + 1 :]) * item  # whole chunks, in one run
-        size = rows(shape, chunk, item, max(_WINDOW, min(_LARGEST, band)))
+        band = math.prod(chunk[cut : cut + 1]) * math.prod(shape[cut + 1 :]) * item
+        return rows(shape, chunk, item, max(_WINDOW, min(_LARGEST, band)))
+
+    def _window(self, at: int) -> tuple[int, Box]:
+        """(the first byte, the elements) of the window in which a byte lies."""
+        shape, size, item = self.tensor.shape, self.window, self.tensor.dtype.itemsize
         if size == shape:
             return 0, Box.whole(shape)
         axis = max(i for i, n in enumerate(size) if n < shape[i])
@@ -202,7 +208,8 @@ class TensorFile:
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
     """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole chunk.
-    It is read whole."""
+    Where these elements follow one another in row-major order, it is a part of a `TensorFile`; any other is read
+    whole."""
 
     tensor: StoredTensor
     box: Box
@@ -225,13 +232,34 @@ class ChunkFile:
         places = range(here + 1, min(here + 1 + count, math.prod(grid.counts)))
         return [replace(self, box=grid.shard_box([int(i) for i in np.unravel_index(n, grid.counts)])) for n in places]
 
-    def cut(self, at: int) -> int:
-        return self.nbytes
+    def _run(self) -> tuple[int, int]:
+        """The bytes of the tensor that it is, from one to another; none where they are not one run."""
+        shape, item = self.tensor.shape, self.tensor.dtype.itemsize
+        within = next((i for i, n in enumerate(self.box.shape) if n > 1), len(shape))
+        if self.box.shape[within + 1 :] != shape[within + 1 :] or not in_pieces(self.tensor, self.chunk):
+            return 0, 0
+        first = ravel(self.box.offset, shape) * item
+        return first, first + self.box.size * item
 
-    def stored(self, start: int, stop: int) -> None:
-        return None
+    def cut(self, at: int) -> int:
+        first, stop = self._run()
+        if at >= stop - first:
+            return self.nbytes
+        end = min(stop, TensorFile(self.tensor).cut(first + at))
+        return end - first if end < stop else self.nbytes
+
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        first, end = self._run()
+        return TensorFile(self.tensor).stored(first + start, first + stop) if first + stop <= end else None
 
     def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        first, end = self._run()
+        if first < end:
+            held = max(0, min(out.size, end - first - start))
+            out[held:] = 0
+            if held:
+                yield from TensorFile(self.tensor).jobs(first + start, out[:held])
+            return
         if out.size < self.nbytes:
             yield lambda: _copy(out, read(self, 0, self.nbytes), start)
             return
@@ -239,6 +267,14 @@ class ChunkFile:
             out[...] = 0
         place = out.view(self.tensor.dtype).reshape(self.chunk)
         yield from self.tensor.jobs(self.box, view(place, Box.whole(self.box.shape)))
+
+
+def in_pieces(tensor: StoredTensor, chunk: tuple[int, ...]) -> bool:
+    """Whether chunks of this shape are sent in the pieces of a `TensorFile`, none of which two of them share."""
+    if raw(tensor) is not None:
+        return True
+    window = TensorFile(tensor).window
+    return all(c % w == 0 or c >= n for c, w, n in zip(chunk, window, tensor.shape, strict=True))
 
 
 def _copy(out: np.ndarray, data: np.ndarray, start: int) -> int:

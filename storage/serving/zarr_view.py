@@ -1,14 +1,13 @@
 """A checkpoint as the keys of a Zarr v3 hierarchy: one array for each name, in chunks without a compressor. Slashes in
 names lead into groups.
 
-A tensor that lies in a file as one run is cut into runs of rows; all others are computed in pieces of whole stored
-chunks.
+Tensors are cut into runs of rows, in whole stored chunks, so that the first are sent while the next are read. Where one
+row of stored chunks is too large for that, a chunk is a box of them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,9 +22,9 @@ from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
 from ..transform.attributes import held_attributes
 from ..virtual.identity import pinned
-from .virtual_files import LIMIT, ChunkFile, JoinedFile, TensorFile, VirtualFile, raw, rows, rows_in, text_file
+from .virtual_files import LIMIT, ChunkFile, TensorFile, VirtualFile, in_pieces, raw, rows, text_file
 
-_COMPUTED = 4 << 20  # bytes of a chunk that is computed
+_COMPUTED = 4 << 20  # bytes of a chunk that is no run of rows
 _KEY = re.compile(r"(?:(.+?)/)?(zarr\.json|c(?:/(?:0|[1-9]\d{0,18}))*)\Z")
 FILE = "zarr.json"
 GROUP = {"zarr_format": 3, "node_type": "group"}
@@ -60,10 +59,11 @@ def chunks_of(tensor: StoredTensor) -> ChunkGrid:
     shape, item = tensor.shape, tensor.dtype.itemsize
     if 0 in shape or not shape:
         chunk = tuple(max(n, 1) for n in shape)
-    elif raw(tensor) is not None:
-        chunk = rows(shape, (1,) * len(shape), item, LIMIT)
     else:
-        chunk = next(windows(shape, tensor.chunk, item, _COMPUTED)).shape
+        least = TensorFile(tensor).window if raw(tensor) is None else (1,) * len(shape)
+        chunk = rows(shape, least, item, LIMIT)
+        if not in_pieces(tensor, chunk):
+            chunk = next(windows(shape, tensor.chunk, item, _COMPUTED)).shape
     return ChunkGrid(shape, chunk, chunk)
 
 
@@ -118,14 +118,8 @@ class ZarrView:
         return self.chunk(folder, coord)
 
     def chunk(self, folder: str, coord: tuple[int, ...]) -> VirtualFile:
-        tensor, grid = self.tensors[folder], self.grids[folder]
-        box = grid.shard_box(coord)
-        if (held := raw(tensor)) is None:
-            return ChunkFile(tensor, box, grid.chunk)
-        if box.shape == held.shape:
-            return TensorFile(held)
-        missing = (math.prod(grid.chunk) - box.size) * held.dtype.itemsize
-        return JoinedFile([TensorFile(rows_in(held, box)), text_file(bytes(missing))])
+        grid = self.grids[folder]
+        return ChunkFile(self.tensors[folder], grid.shard_box(coord), grid.chunk)
 
     def every_key(self) -> Iterator[str]:
         """All keys, array by array."""

@@ -40,6 +40,7 @@ def same(group, held, names=None):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
+    monkeypatch.setattr(virtual_files, "_WINDOW", 200)
     monkeypatch.setattr(zarr_view, "LIMIT", 500)
     monkeypatch.setattr(zarr_view, "_COMPUTED", 500)
 

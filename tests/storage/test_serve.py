@@ -352,16 +352,19 @@ def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):
         ask(server.url + "safetensors/model.safetensors")
 
 
-def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shape", [(3000, 1100), (21_500, 256)], ids=["boxes", "runs of two pieces"])
+def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone(tmp_path, monkeypatch, shape):
     zarr = pytest.importorskip("zarr")
-    values, made, read = R.normal(size=(3000, 1100)).astype("f4"), [], sending.read
+    values, made, read = R.normal(size=shape).astype("f4"), [], sending.read
 
     def seen(file, start, stop):
-        if isinstance(file, virtual_files.ChunkFile):
+        if isinstance(file, virtual_files.ChunkFile) and start == 0:
             made.append(file.key)
         return read(file, start, stop)
 
+    monkeypatch.setattr(virtual_files, "_WINDOW", 1 << 20)
     monkeypatch.setattr(zarr_view, "_COMPUTED", 1 << 20)
+    monkeypatch.setattr(zarr_view, "LIMIT", 2 << 20)
     monkeypatch.setattr(sending, "read", seen)
     monkeypatch.setattr(sending, "_AHEAD", 2)
     mt.save(tmp_path / "c", {"w": values}, compression="zstd")
@@ -369,6 +372,8 @@ def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone
         grid = server.source._held.zarr.grids["w"]
         coords = list(grid.shards())
         assert len(coords) > 8
+        file = server.source.find("zarr/w/" + zarr_view.slashed_key(coords[0])).file
+        assert (file.cut(0) < file.nbytes) == (shape[1] == 256)
 
         def chunk(n):
             status, _, data = ask(server.url + "zarr/w/" + zarr_view.slashed_key(coords[n]))
