@@ -30,6 +30,7 @@ from .served import ServedCheckpoint
 from .virtual_files import LIMIT, ChunkFile, VirtualFile, check, read
 
 _AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))  # pieces that are made while those before them are sent
+SMALL = 256 << 10  # bytes of an answer that is sent with its headers
 PATIENCE = 120.0  # seconds that a client may take nothing
 _TURN = 0.25  # seconds of them in which it has a thread
 _KEPT = 16  # answers that keep what is made while their clients take nothing; others make it again
@@ -50,7 +51,7 @@ class Answer:
         file: VirtualFile,
         at: int,
         stop: int,
-        piece: np.ndarray,
+        piece: Piece,
         source: ServedCheckpoint,
         then: Callable[[bool], None],
     ) -> None:
@@ -58,8 +59,9 @@ class Answer:
         self.moved = time.monotonic()  # when the client last took something
         self._file, self._at, self._stop = file, at, stop
         self._piece: Piece | None = piece
-        self._first = at - piece.size
+        self._first = at - (piece.stored_nbytes if isinstance(piece, RawTensor) else piece.size)
         self._sent = 0  # bytes of the piece
+        self._check: Future[int] | None = None  # of the piece
         self._coming: deque[tuple[int, RawTensor | Future[np.ndarray]]] = deque()
         sock.settimeout(_TURN)
         # Else the last byte waits until those before it are acknowledged.
@@ -75,13 +77,19 @@ class Answer:
                 coming = lying(self._file, at, self._at) or readers.submit(read, self._file, at, self._at)
                 self._coming.append((at, coming))
             try:
-                self._send_file(self._piece) if isinstance(self._piece, RawTensor) else self._send_bytes(self._piece)
+                if isinstance(self._piece, RawTensor):
+                    if self._piece.summed and self._check is None:
+                        self._check = readers.submit(self._piece.verify)
+                    self._send_file(self._piece)
+                else:
+                    self._send_bytes(self._piece)
             except TimeoutError:
                 raise _TakesNothing from None
             if not self._coming:
                 return
             self._first, coming = self._coming.popleft()
             self._piece, self._sent = coming.result() if isinstance(coming, Future) else coming, 0
+            self._check = None
 
     def _took(self, nbytes: int) -> None:
         if nbytes > 0:
@@ -105,6 +113,8 @@ class Answer:
                     self.sock.sendfile(file, start, last - start)
                 finally:
                     self._took(file.tell() - start)
+            if self._check is not None:
+                self._check.result()
             end = os.pread(file.fileno(), 1, last)
             held.check_length(reader)
             if len(end) != 1 or held.start + self._sent != last:
@@ -138,10 +148,14 @@ class Sender:
         self._reading = 0  # requests for chunks
         self._lock = threading.Lock()
 
-    def read(self, file: VirtualFile, start: int, stop: int) -> np.ndarray:
-        """Some bytes of a file. Where they begin a chunk of Zarr that follows one that was asked for, the beginnings of
-        the next chunks are made meanwhile."""
-        if not isinstance(file, ChunkFile) or start or stop != file.cut(0) or stop > LIMIT or file.stored(0, stop):
+    def first(self, file: VirtualFile, start: int, stop: int) -> Piece:
+        """The first piece of an answer. Where it begins a chunk of Zarr that follows one that was asked for, the
+        beginnings of the next chunks are made meanwhile."""
+        if stop - start > SMALL and (held := lying(file, start, stop)) is not None:
+            with opened(held.path, "bytes that are served", held.generation) as reader:
+                held.check_length(reader)  # what shows now has a status of its own
+            return held
+        if not isinstance(file, ChunkFile) or start or stop != file.cut(0) or stop > LIMIT:
             return read(file, start, stop)
         after = file.following(_AHEAD)
         with self._lock:

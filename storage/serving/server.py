@@ -22,11 +22,11 @@ from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpo
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
-from .sending import Answer, Sender, lying
+from . import sending
+from .sending import Answer, Piece, Sender
 from .served import Found, ServedCheckpoint
 from .virtual_files import VirtualFile
 
-_SMALL = 256 << 10  # bytes of an answer that is sent with its headers
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
 
 
@@ -87,8 +87,10 @@ class FileHandler(Handler):
             links = "".join(f'<li><a href="{quote(n)}">{html.escape(n)}</a></li>' for n in found.names)
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
-        elif first is None or (at == stop and first.size <= _SMALL):
-            self.finish(first if first is None else first.tobytes())
+        elif first is None:
+            self.finish()
+        elif isinstance(first, np.ndarray) and at == stop and first.size <= sending.SMALL:
+            self.finish(first.tobytes())
         else:
             stays = self.request.version == "HTTP/1.1" and self.request.headers.get("Connection", "").lower() != "close"
             if not stays:
@@ -103,17 +105,15 @@ class FileHandler(Handler):
             sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
             self.sender.start(Answer(sock, found.file, at, stop, first, self.source, then), loop)
 
-    def _begin(self, path: str) -> tuple[Found | None, int, int, np.ndarray | None]:
+    def _begin(self, path: str) -> tuple[Found | None, int, int, Piece | None]:
         """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""
         found = self.source.find(path)
         part = None if found is None or found.file is None else self._head(path, found.file, found.etag)
         if part is None or self.request.method == "HEAD":
             return found, 0, 0, None
         start, stop = part
-        at = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
-        if at - start > _SMALL and lying(found.file, start, at):
-            at = start + _SMALL  # read for its errors, which have a status of their own yet
-        return found, at, stop, self.sender.read(found.file, start, at)
+        at = stop if stop - start <= sending.SMALL else min(stop, found.file.cut(start))
+        return found, at, stop, self.sender.first(found.file, start, at)
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""
