@@ -19,7 +19,8 @@ nothing. The status is 1 where a row of ours or a check of the clock failed.
 Targets (H200): 90 % of the copy for rows of 1024 and more, forward, and 80 % backward; never slower than PyTorch; the
 deterministic gradient of an embedding within twice the atomic one; products and convolutions 95 % of PyTorch's speed;
 no more than 2 microseconds over CuPy for an op on eight elements; a step of a hundred small ops as a CUDA graph five
-times faster than eager.
+times faster than eager; a step of a decoder as a CUDA graph within 1.1 of PyTorch's eager one and 1.3 of its compiled
+one. The JSON has the functions that take most of the host in an eager step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ from gpu_rows import (
     row_norm_rows,
     softmax_rows,
 )
+from gpu_step import decoder_step
 
 import meshtape as mt
 from meshtape.arrays.kernels import launch
@@ -386,12 +389,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.found["checks"] = checks(meter)
     run.found["copy"] = meter.copy
     cp.get_default_memory_pool().free_all_blocks()
-    run.found["host"] = []
-    for line, target in ((overhead, "CuPy + 2 us"), (graphs, "graph 5 times faster than eager")):
+    lines = {
+        "an op on eight elements": (overhead, "CuPy + 2 us"),
+        "a step of 100 small ops": (graphs, "graph 5 times faster than eager"),
+        "a step of a decoder": (partial(decoder_step, t=t, tiny=options.tiny), "a graph within 1.1 of PyTorch"),
+    }
+    for name, (line, target) in lines.items() if not run.found["host"] and not run.late("ours") else ():
         try:
             run.found["host"].append(line(cp))
         except Exception as e:
-            run.found["host"].append({"name": line.__name__, "error": said(e), "target": target})
+            run.found["host"].append({"name": name, "error": said(e), "target": target})
     cache = 0 if options.tiny else properties["l2CacheSize"]
     run.rows(meter, all_rows(Maker(), t, jax, options.quick, options.tiny), cache)
     return run.report()

@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 from storage_forms import TrainingRun
+from torch_decoder import torch_decoder
 
 import meshtape as mt
 
@@ -87,61 +88,10 @@ def ours(rows: int, mesh: Any = None, zero: int = 0, snapshots: bool = False) ->
 # ----- PyTorch --------------------------------------------------------------------------------------------------------
 
 
-def torch_model(torch: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """The same decoder as PyTorch's users would write it: parameters, and the loss of a batch."""
-    import torch.nn.functional as F
-
-    c = CONFIG
-    generator = torch.Generator().manual_seed(0)
-
-    class Decoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-
-            def weight(*shape: int) -> Any:
-                return torch.nn.Parameter(torch.randn(*shape, generator=generator) * 0.02)
-
-            self.embed = weight(c.vocab, c.width)
-            self.norm = torch.nn.Parameter(torch.ones(c.width))
-            self.layers = torch.nn.ModuleList()
-            for _ in range(c.layers):
-                layer = torch.nn.Module()
-                for name, o, i in (
-                    ("q", c.width, c.width), ("k", c.width, c.width), ("v", c.width, c.width), ("o", c.width, c.width),
-                    ("gate", c.ffn, c.width), ("up", c.ffn, c.width), ("down", c.width, c.ffn),
-                ):  # fmt: skip
-                    setattr(layer, name, weight(o, i))
-                layer.n1, layer.n2 = (torch.nn.Parameter(torch.ones(c.width)) for _ in range(2))
-                self.layers.append(layer)
-            cosines, sines = de.rotary_tables(np.arange(LENGTH), c.head_size, c.theta)
-            for name, table, sign in (("cosines", cosines, 1), ("sines", sines, -1)):
-                half = torch.from_numpy(np.asarray(table))
-                self.register_buffer(name, torch.cat([sign * half, half], -1))
-
-        def turn(self, x: Any) -> Any:
-            half = x.shape[-1] // 2
-            return x * self.cosines + torch.cat([x[..., half:], x[..., :half]], -1) * self.sines
-
-        def forward(self, ids: Any, labels: Any) -> Any:
-            x = self.embed[ids]
-            b, s, _ = x.shape
-            for p in self.layers:
-                h = F.rms_norm(x, (c.width,), p.n1, c.eps)
-                q, k, v = (F.linear(h, w).view(b, s, c.heads, -1).transpose(1, 2) for w in (p.q, p.k, p.v))
-                a = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
-                x = x + F.linear(a.transpose(1, 2).reshape(b, s, c.width), p.o)
-                h = F.rms_norm(x, (c.width,), p.n2, c.eps)
-                x = x + F.linear(F.silu(F.linear(h, p.gate)) * F.linear(h, p.up), p.down)
-            logits = F.linear(F.rms_norm(x, (c.width,), self.norm, c.eps), self.embed)
-            return F.cross_entropy(logits.view(-1, c.vocab), labels.view(-1))
-
-    return Decoder()
-
-
 def theirs(
     torch: Any, rows: int, rank: int = 0, ranks: int = 1, wrap: Callable[[Any], Any] = lambda m: m
 ) -> Callable[[], float]:
-    model = torch_model(torch)
+    model = torch_decoder(torch, CONFIG, LENGTH)
     parallel = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids, labels = (torch.from_numpy(x[rank::ranks].copy()) for x in batch(rows).values())

@@ -29,6 +29,7 @@ from .layers import (
     Keys,
     Recompute,
     RopeScaling,
+    beside,
     check_ids,
     check_recompute,
     dense,
@@ -36,6 +37,7 @@ from .layers import (
     join_heads,
     linear,
     maybe_dropout,
+    placed,
     residual_std,
     rotary_tables,
     split_heads,
@@ -228,7 +230,7 @@ def apply(
     >>> mt.models.decoder.apply(p, mt.asarray([[1, 2, 3]]), c).shape
     (1, 3, 256)
     """
-    ids = check_ids("decoder", ids, config.max_length)
+    ids = check_ids("decoder", ids, config.max_length, params["embed"])
     x = embed(params, ids, config, key=key, plan=plan)
     x, aux = blocks(params["layers"], x, config, first=0, key=key, plan=plan, recompute=recompute)
     logits = project(params, x, config, plan=plan)
@@ -253,7 +255,7 @@ def blocks(
     """A run of blocks, of which the first has the number ``first``; and the sum of their balance losses."""
     check_recompute(recompute)
     aux: Any = 0.0
-    tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope)
+    tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope, beside(x))
     for i, layer in enumerate(layers):
         block_key = None if key is None else random.fold_in(key, first + i)
 
@@ -289,7 +291,7 @@ def _block(
     attended = constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
     h, x = nn.add_rms_norm(x, attended, c.width, p["ffn_norm"], eps=c.eps)
     h = constrained(plan, h, "region")
-    aux: Any = asarray(np.float32(0))
+    aux: Any = asarray(np.float32(0), device=beside(x))
     if c.experts is None:
         f = p["ffn"]
         out = linear(nn.swiglu(linear(h, f["gate"]), linear(h, f["up"])), f["down"])
@@ -325,7 +327,8 @@ def loss(
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not
     count. With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
-    x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, key=key, plan=plan)
+    ids = check_ids("decoder", batch["ids"], config.max_length, params["embed"])
+    x = embed(params, ids, config, key=key, plan=plan)
     x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
     return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
@@ -336,7 +339,7 @@ def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Ar
 
 
 def _token_loss(params: Any, x: Array, labels: Any, config: Config, plan: Plan | None) -> tuple[Array, Array]:
-    labels = asarray(labels)
+    labels = placed(labels, x)
     total = nn.linear_cross_entropy(*_head(params, x, config, plan), labels, reduction="sum", ignore_index=-100)
     return total, sum_(astype(labels != -100, total.dtype))
 
@@ -356,7 +359,7 @@ def stages(
         def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
             before: Any = 0.0
             if number == 0:
-                ids = check_ids("decoder", batch["ids"], config.max_length)
+                ids = check_ids("decoder", batch["ids"], config.max_length, params["embed"])
                 x = embed(params, ids, config, key=key, plan=plan)
             elif config.experts is not None:
                 x, before = x
@@ -396,11 +399,11 @@ def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "
 
 def generate(params: Any, ids: Any, config: Config, steps: int) -> Array:
     """``ids`` continued by the likeliest token, ``steps`` times. The whole sequence is computed anew for each."""
-    ids = np.asarray(check_ids("decoder.generate", ids, config.max_length))
+    ids = np.asarray(check_ids("decoder.generate", ids, config.max_length, params["embed"]))
     for _ in range(steps):
-        logits = np.asarray(apply(params, asarray(ids), config)[:, -1])
+        logits = np.asarray(apply(params, ids, config)[:, -1])
         ids = np.concatenate([ids, logits.argmax(axis=-1)[:, None].astype(ids.dtype)], axis=1)
-    return asarray(ids)
+    return placed(ids, params["embed"])
 
 
 def plan(name: str | Plan) -> Plan:

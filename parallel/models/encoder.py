@@ -16,7 +16,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.linalg.matrix_norms import vector_norm
 from ...arrays.nn import nn
-from ...arrays.ops.creation import asarray, ones, zeros
+from ...arrays.ops.creation import ones, zeros
 from ...arrays.ops.elementwise import maximum, where
 from ...arrays.ops.manipulation import astype, expand_dims
 from ...arrays.reductions.reductions import sum as sum_
@@ -28,6 +28,7 @@ from . import huggingface
 from .layers import (
     Keys,
     Recompute,
+    beside,
     check_ids,
     check_recompute,
     dense,
@@ -35,6 +36,7 @@ from .layers import (
     join_heads,
     linear,
     maybe_dropout,
+    placed,
     split_heads,
 )
 from .plans import Plan, Stages, block_cuts, constrained, parse, split_blocks
@@ -176,7 +178,7 @@ def apply(
 
 
 def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Plan | None) -> Array:
-    ids = check_ids("encoder", ids, c.max_length)
+    ids = check_ids("encoder", ids, c.max_length, p["word"])
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
     x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment
     return constrained(
@@ -186,7 +188,7 @@ def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Pl
 
 def _seen(mask: Any, x: Array) -> Array:
     """The mask as attention takes it."""
-    mask = asarray(mask)
+    mask = placed(mask, x)
     if mask.shape != x.shape[:2]:
         raise ShapeError(f"[encoder] the mask {mask.shape} must have the shape of ids {x.shape[:2]}")
     return expand_dims(astype(mask, bool), axis=(1, 2, 3))
@@ -288,11 +290,11 @@ def pool(x: Array, mask: Any, pooling: str = "mean") -> Array:
         raise ValueError(f"[encoder] pooling must be 'mean', 'cls' or 'last', got {pooling!r}")
     if pooling == "cls":
         return x[:, 0]
-    weights = ones(x.shape[:2], dtype=x.dtype) if mask is None else astype(asarray(mask), x.dtype)
+    weights = ones(x.shape[:2], dtype=x.dtype, device=beside(x)) if mask is None else astype(placed(mask, x), x.dtype)
     count = sum_(weights, axis=1, keepdims=True)
     if pooling == "last":
         place = astype(maximum(count - 1, 0), np.int64)
-        weights = weights * astype(asarray(np.arange(x.shape[1])) == place, x.dtype)
+        weights = weights * astype(placed(np.arange(x.shape[1]), x) == place, x.dtype)
         count = sum_(weights, axis=1, keepdims=True)
     return sum_(x * expand_dims(weights, axis=2), axis=1) / where(count == 0, 1.0, count)
 
@@ -348,7 +350,7 @@ def staged(
                 x = _tokens(params["embed"], batch["ids"], config, batch.get("types"), key, plan)
                 # Stages between see no batch: the mask travels along, as a float, since cotangents travel back.
                 mask = batch.get("mask")
-                mask = None if mask is None else astype(asarray(mask), x.dtype)
+                mask = None if mask is None else astype(placed(mask, x), x.dtype)
             else:
                 x, mask = x if isinstance(x, tuple) else (x, None)
             seen = None if mask is None else _seen(mask, x)

@@ -113,13 +113,24 @@ class RopeScaling:
         return speeds * (share + (1.0 - share) / self.factor)
 
 
+def beside(x: Any) -> Device | None:
+    """The device of an array, for others that meet it; None for one on a mesh, whose workers have default devices."""
+    where = getattr(x, "device", None)
+    return where if isinstance(where, Device) else None
+
+
+def placed(given: Any, x: Any) -> Array:
+    """An argument as an array: what is none yet goes to the device of ``x``."""
+    return given if isinstance(given, Array) else asarray(given, device=beside(x))
+
+
 def rotary_tables(
-    positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None
+    positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None, device: Device | None = None
 ) -> tuple[Array, Array]:
     """Cosines and sines of shape ``(s, d/2)`` for :func:`~meshtape.nn.rotary_embedding`, in float32."""
     if d % 2:
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
-    cosines, sines = _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
+    cosines, sines = _rotary_tables(tuple(positions.tolist()), d, theta, scaling, device or default_device())
     # What is traced has made them: they are constants, and nobody writes to them.
     return made(wrap(cosines._buf)), made(wrap(sines._buf))
 
@@ -136,9 +147,9 @@ def _rotary_tables(
         return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
 
 
-def check_ids(name: str, ids: Any, length: int) -> Array:
-    """Token numbers ``(b, s)`` that fit the model."""
-    ids = asarray(ids)
+def check_ids(name: str, ids: Any, length: int, table: Any) -> Array:
+    """Token numbers ``(b, s)`` that fit the model, for the rows of a table."""
+    ids = placed(ids, table)
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ShapeError(f"[{name}] ids must be integers of shape (batch, sequence), got {ids.dtype.name}{ids.shape}")
     if ids.shape[1] > length:

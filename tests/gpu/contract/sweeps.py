@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import doctest
 import functools
 import gc
@@ -672,10 +673,12 @@ def _without_cudnn(cudnn: Any, calls: Mapping[str, Any], on_cpu: Mapping[str, An
 # ----- steps ----------------------------------------------------------------------------------------------------------
 
 
+DECODER = mt.models.decoder.Config(vocab=32, width=16, layers=2, heads=2, max_length=16)
+
+
 def _decoder(**options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A decoder's step: loss, gradient and AdamW; and its arguments, on the CPU."""
-    de = mt.models.decoder
-    config = de.Config(vocab=32, width=16, layers=2, heads=2, max_length=16, **options)
+    de, config = mt.models.decoder, dataclasses.replace(DECODER, **options)
     update = mt.optim.adamw(1e-2)
 
     def step(params: Any, slots: Any, tokens: Any) -> Any:
@@ -738,11 +741,17 @@ def steps(_: str = "") -> dict[str, Any]:
     made["layers, graphs"] = _layers, layers, graph
     made["layers, donated"] = _layers, layers, functools.partial(graph, donate=0)
     made["decoder, donated"] = *made["decoder"][:2], functools.partial(graph, donate=(0, 1))
+    de, en, ids = mt.models.decoder, mt.models.encoder, np.arange(24).reshape(2, 12) % 32
+    config = en.Config(vocab=32, width=16, layers=1, heads=2, ffn=16, max_length=16)
+    sentences = functools.partial(en.embed, ids=ids, config=config, mask=ids > 4)
+    made["decoder of a CPU's batch"] = lambda p: decoder(*p, ids), ((params, slots),), plain
+    made["encoder of a CPU's batch"] = sentences, (en.init(mt.random.key(0), config),), plain
+    made["continued from the CPU"] = lambda p: de.generate(p, ids, DECODER, 1), (params,), plain
     out = {}
     for name, (fn, args, prepared) in made.items():
         want = arrays_of(fn(*args))
         run, given = prepared(fn), mt.tree_map(lambda a: a.to_device("cuda:0"), args)
-        with mt.use_device("cuda:0"):
+        with mt.use_device("cpu" if "CPU" in name else "cuda:0"):
             feeds = isinstance(prepared, functools.partial) and "donate" in prepared.keywords
 
             def call(run: Any = run, feeds: bool = feeds) -> Any:

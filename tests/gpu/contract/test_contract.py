@@ -175,7 +175,13 @@ def test_the_benchmark_runs_and_judges_itself(sweep: Sweep, tmp_path_factory: py
     assert by["layer_norm, 5 x 40 float32"] == "graph"
     assert by["product, 64 x 64 bfloat16"] == "graph"
     assert all(p["seconds"] > 0 for r in whole for p in r.get("peers", {}).values())
-    assert late == []
+    assert [list(h.get("us", h)) if "us" in h else h for h in found["whole"]["host"]] == [
+        ["ours", "cupy"],
+        ["eager", "compiled", "graph"],
+        ["eager", "eager, of the host", "compiled", "graph"],
+    ]
+    assert found["resumed"]["host"] == found["whole"]["host"]
+    assert late == found["late"]["host"] == []
     assert len(found["late"]["dropped"]) == len(whole)
     assert [r["name"] for r in resumed] == [r["name"] for r in whole]
     assert found["late"]["status"] == found["whole"]["status"] == 1  # as the clock of the fake is not to be believed
