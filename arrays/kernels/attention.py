@@ -6,6 +6,7 @@ elements, queries that broadcast, several masks, a device before compute capabil
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -82,8 +83,9 @@ class _Call(NamedTuple):
             return [NOTHING] * len(operands)
         r, numbers = runner(), []
         shapes = [(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in operands]
-        ends = np.cumsum([batches * width for batches, _, width in shapes])
-        outs = r.xp.split(r.xp.zeros(ends[-1], np.float32), ends[:-1].tolist())
+        ends = [*itertools.accumulate(batches * width for batches, _, width in shapes)]
+        zeros = r.xp.zeros(ends[-1], np.float32)
+        outs = [zeros[a:b] for a, b in itertools.pairwise([0, *ends])]
         for batches, rows, width in shapes:
             most = ceil_div(4 * r.properties().multiprocessors, batches)
             numbers.append((batches, rows, width, max(1, min(ceil_div(rows * width // 8, 4 * THREADS), most))))
