@@ -11,8 +11,10 @@ import pytest
 from meshtape.arrays.kernels import grouped as kernels
 from meshtape.arrays.nn.mixture_of_experts import EXPERTS, EXPERTS_BACKWARD
 
+pytestmark = pytest.mark.usefixtures("compiled_together")
 SHORT = ml_dtypes.bfloat16
 DTYPES = [SHORT, np.float32, *[pytest.param(d, marks=pytest.mark.slow) for d in (np.float16, np.float64)]]
+SLOW = "slow to emulate: one order of the threads for each"
 NAMES = ("y", "x", "weights", "gate", "up", "down")
 
 
@@ -60,6 +62,8 @@ def test_values_and_cotangents_of_ragged_groups(
     emulator: Any, place: Any, close: Any, dtype: Any, width: int, hidden: int
 ) -> None:
     """Experts with no pair, one, some, and more than a tile has rows; choices that are no expert's."""
+    if (width, hidden) == ((24, 40) if emulator.seed else (1, 1)) and dtype is SHORT:
+        pytest.skip(SLOW)
     chosen = np.random.default_rng(1).permutation([1, *[2] * 11, *[3] * 131, 4, 4, 9, -1, 4, 9, 9]).reshape(-1, 2)
     found = compare(close, *operands(place, dtype, chosen, width, hidden, 5))
     assert not any(d[0].any() for d in found[3:])  # nobody was sent to the first
@@ -69,9 +73,9 @@ def test_values_and_cotangents_of_ragged_groups(
 def test_more_steps_than_stages(emulator: Any, place: Any, close: Any, shared: int) -> None:
     """Tiles of later steps are copied to where those of earlier ones were read; results have two tiles of columns."""
     if (shared == 99) != bool(emulator.seed):
-        pytest.skip("half a minute of an emulation: one order of the threads for each")
+        pytest.skip(SLOW)
     emulator.device = emulator.device._replace(shared_memory=shared << 10)
-    compare(close, *operands(place, SHORT, np.zeros((140, 2), int), 328, 136, 1))
+    compare(close, *operands(place, SHORT, np.zeros((9, 2), int), 328, 136, 1))
 
 
 def test_short_floats_without_tensor_cores(emulator: Any, place: Any, close: Any) -> None:
@@ -121,12 +125,15 @@ def test_the_order_is_that_of_experts_and_rows(emulator: Any, place: Any, expert
 
 
 @pytest.mark.parametrize("dtype", [SHORT, np.float32], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("values", [(np.nan, np.inf), pytest.param((np.inf, np.nan), marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
-def test_numbers_that_are_not_finite(emulator: Any, place: Any, dtype: Any, value: float) -> None:
+def test_numbers_that_are_not_finite(emulator: Any, place: Any, dtype: Any, values: tuple[float, float]) -> None:
     """A row reaches itself and the matrices of its experts; a matrix the rows that are sent to it."""
+    if (dtype is SHORT) == bool(emulator.seed):
+        pytest.skip(SLOW)
     chosen = np.arange(40).reshape(20, 2) % 3
-    for which, at in ((0, (4, 2)), (2, (4, 1)), (3, (1, 3, 5)), (5, (1, 3, 5))):
+    a, b = values
+    for which, at, value in ((0, (4, 2), a), (2, (4, 1), b), (3, (1, 3, 5), b), (5, (1, 3, 5), a)):
         given = operands(place, dtype, chosen, 12, 20, 3)
         given[which][at] = value
         for name, x, y in zip(NAMES, results(*given), exact(*given), strict=True):
@@ -180,6 +187,7 @@ def test_memory_that_is_not_aligned_and_has_gaps(emulator: Any, place: Any, clos
 
 
 def test_as_many_launches_for_any_number_of_experts(emulator: Any, place: Any) -> None:
+    emulator.noted = set()  # they are counted alone
     for experts in (1, 9):
         given = operands(place, SHORT, np.arange(12).reshape(6, 2), 8, 8, experts)
         given[2] = given[2].astype(np.float32)
