@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists
-from ..base.names import exactly, is_wanted, patterns_of
+from ..base.names import chooser
 from ..checkpoint.checkpoint import Checkpoint
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS
@@ -128,8 +128,7 @@ def extract_lora(
         raise CheckpointExists(f"{target} exists; an adapter is written to a new directory")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"rank is a positive whole number, got {rank!r}")
-    keys, drop = (None if x is None else exactly(patterns_of(x), new) for x in (keys, drop))
-    wanted = [n for n in new if is_wanted(n, keys, drop)]
+    wanted = list(filter(chooser(keys, drop, new), new))
     for n in wanted:
         if n not in old:
             problems.append(f"the base has no key {n!r}")

@@ -19,7 +19,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, exactly, fits, is_wanted, leaf_name, patterns_of
+from ..base.names import check_distinct, chooser, fits, leaf_name, matching, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -56,14 +56,13 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     """
     if keys is None:
         return None
-    patterns = patterns_of(keys)
     known = {a.name: a.path for a in ckpt.arrays.values()}
     known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
     picked: set[Path] = set()
     unused = []
-    for pattern in patterns:
-        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fits(n, pattern)]
-        picked.update(hits)
+    for pattern in patterns_of(keys):
+        hits = matching(pattern, known)
+        picked.update(known[n] for n in hits)
         if not hits and not drop:
             ckpt.refuse_skipped([pattern])
         if not hits and not any(fits(n, pattern) for n in ckpt.skipped):
@@ -75,9 +74,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
 
 def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
     """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
-    known = {*ckpt.arrays, *ckpt.skipped}
-    keys, drop = (None if x is None else exactly(patterns_of(x), known) for x in (keys, drop))
-    return [n for n in ckpt.skipped if is_wanted(n, keys, drop)]
+    return list(filter(chooser(keys, drop, {*ckpt.arrays, *ckpt.skipped}), ckpt.skipped))
 
 
 def loadable(
@@ -134,9 +131,9 @@ class Ignored:
 
     def without(self, names: Iterable[str], known: Container[str]) -> list[str]:
         """``names`` without those; ``known`` are all names of both sides."""
-        kept, patterns = [], exactly(self.patterns, known)
+        kept, ignored = [], chooser(self.patterns, None, known)
         for n in names:
-            (self.report.ignored if fits(n, patterns) else kept).append(n)
+            (self.report.ignored if ignored(n) else kept).append(n)
         return kept
 
 

@@ -262,7 +262,6 @@ def zarr_sink(
             choose_dual(items[-1])
         if not items[-1].said:  # a pack has no place for it
             packs.choose(items[-1], lambda *_, boxes=boxes: boxes, pack)
-    choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
     tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import some
 from ..base.arguments import check_positive
-from ..base.names import exactly, is_wanted, patterns_of
+from ..base.names import chooser, patterns_of
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -137,10 +136,7 @@ def diff(
     left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     keys = None if keys is None else patterns_of(keys)
-    drop = None if drop is None else patterns_of(drop, "drop takes names or patterns")
-    known = {*left.arrays, *right.arrays}
-    chosen = [None if x is None else exactly(x, known) for x in (keys, drop)]
-    wanted = partial(is_wanted, keys=chosen[0], drop=chosen[1])
+    wanted = chooser(keys, drop, {*left.arrays, *right.arrays})
     ours = {n: t for n, t in left.arrays.items() if wanted(n)}
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
     if keys is not None and not ours and not theirs:

@@ -182,7 +182,6 @@ def estimate(
         sums[:, 2] += state * OPTIMIZERS[optimizer] * each
         if kind.itemsize < each:
             sums[:, 3] += state * each
-    choice.check_used(list(held))
 
     sizes = [(n, math.prod(s) * d.itemsize) for n, (s, d) in held.items()]
     groups = split_files(sizes, max_shard_bytes)

@@ -25,7 +25,7 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
 )
-from ..base.names import exactly, fits, leaf_name
+from ..base.names import chooser, leaf_name, matching
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
@@ -443,8 +443,8 @@ class Quantize(Node):
         stored, held, known = list(base.arrays.values()), dict[str, StoredArray](), dict[str, Any]()
         label = str(self)
         marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
-        keys = exactly(self.keys, base.arrays)
-        refuse_quantized({**base.arrays, **marks}, keys)
+        wanted = chooser(self.keys, None, base.arrays)
+        refuse_quantized({**base.arrays, **marks}, wanted)
         select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
@@ -455,7 +455,7 @@ class Quantize(Node):
 
         def one(leaf: Leaf) -> Any:
             a = stored[leaf.index]
-            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not fits(a.name, keys):
+            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not wanted(a.name):
                 return put(a.path, a.tensor)
             refuse_packed(a.name, [a.tensor], [base.path], True, known)
             q = RowIntegers(f"{a.name}.q", a.tensor, LEVELS[self.bits])
@@ -502,8 +502,7 @@ class Rows(Node):
         before = {n: a.tensor for n, a in base.arrays.items()}
         arrays, cut = dict(before), set[tuple[str, int]]()
         for pattern, axis, start, stop in self.ranges:
-            found = [n for n in arrays if fits(n, exactly([pattern], arrays))]
-            if not found:
+            if not (found := matching(pattern, arrays)):
                 base.refuse_skipped([pattern])
                 raise CheckpointKeyError(f"{base.path}: nothing matches {pattern!r}, of which rows are wanted")
             for n in found:
