@@ -260,8 +260,8 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The leaves of the tree that are not arrays, by name."""
-        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure)}
+        """The leaves of the tree that are not arrays, None among them, by name."""
+        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure, none=True)}
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""

@@ -421,11 +421,11 @@ def read(root: str) -> Manifest | None:
     return loads(data, store.join(root, FILE))
 
 
-def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of the leaves of a decoded tree that are not arrays."""
+def scalar_leaves(tree: Any, path: Path = (), none: bool = False) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of the leaves of a decoded tree that are not arrays; of those that are None, where asked."""
     if isinstance(tree, (dict, list, tuple)):
         for k, v in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if type(v) is not Leaf:
-                yield from scalar_leaves(v, (*path, k))
-    elif tree is not None and not isinstance(tree, Leaf):
+                yield from scalar_leaves(v, (*path, k), none)
+    elif (none or tree is not None) and not isinstance(tree, Leaf):
         yield path, tree

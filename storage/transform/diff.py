@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ..base.arguments import check_positive
 from ..base.names import chooser, patterns_of
 from ..base.threads import in_threads
@@ -21,8 +21,6 @@ from ..readers.tensor import read_into
 from .attributes import attributes_apart
 from .convert import Selection
 from .plan import MEMORY_LIMIT
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ class ArrayDiff:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """Names on one side alone, arrays and values that differ, and the number of arrays that are equal to the bit.
+    """Names of arrays and values on one side alone, arrays and values that differ, and the number of arrays that are
+    equal to the bit. A value may be None, which is not the same as one that is absent; of a name that is an array on
+    the other side, ``values`` has that array's dtype and shape.
 
     ``skipped`` names arrays that cannot be read on either side."""
 
@@ -82,10 +82,10 @@ class DiffReport:
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 lines.append(f"only in {where} ({len(names)}): {some(names, 12)}")
-        lines += [f"{name}: {a!r} and {b!r}" for name, (a, b) in list(self.values.items())[:20]]
-        lines += map(str, self.arrays[:40])
-        if len(self.arrays) > 40:
-            lines.append(f"… and {len(self.arrays) - 40} more arrays")
+        values = [f"{name}: {a!r} and {b!r}" for name, (a, b) in self.values.items()]
+        for held, most, thing in ((values, 20, "value"), (self.arrays, 40, "array")):
+            lines += map(str, held[:most])
+            lines += [f"… and {count(len(held) - most, f'more {thing}')}"] if len(held) > most else []
         return "\n".join(lines)
 
 
@@ -136,37 +136,36 @@ def diff(
     left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     keys = None if keys is None else patterns_of(keys)
-    wanted = chooser(keys, drop, {*left.arrays, *right.arrays})
-    ours = {n: t for n, t in left.arrays.items() if wanted(n)}
-    theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
+    held = [{**side.arrays, **side.ckpt.leaves} for side in (left, right)]
+    wanted = chooser(keys, drop, held[0].keys() | held[1].keys())
+    ours, theirs = ({n: x for n, x in side.items() if wanted(n)} for side in held)
     if keys is not None and not ours and not theirs:
-        raise CheckpointError(f"neither checkpoint has an array that matches {keys}")
+        raise CheckpointError(f"neither checkpoint has an array or a value that matches {keys}")
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    both, known = [n for n in ours if n in theirs], dict[str, Any]()
-    said = {n: attributes_apart(ours[n], theirs[n], known) for n in both}
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), both)
+    known = dict[str, Any]()
+    said = {n: attributes_apart(t, theirs[n], known) for n, t in ours.items() if n in left.arrays and n in right.arrays}
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), list(said))
+    others = [n for n in ours if n in theirs and n not in said]
     return DiffReport(
         left.ckpt.path,
         right.ckpt.path,
         [n for n in ours if n not in theirs],
         [n for n in theirs if n not in ours],
         [d for d in found if d is not None],
-        _values(left, right, wanted),
+        {n: (x, y) for n in others if _apart(x := _said(ours[n]), y := _said(theirs[n]))},
         sum(d is None for d in found),
         list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
     )
 
 
-def _values(left: Selection, right: Selection, wanted: Callable[[str], bool]) -> dict[str, tuple[Any, Any]]:
-    a, b = left.ckpt.leaves, right.ckpt.leaves
-    out = {}
-    for name in dict.fromkeys([*a, *b]):
-        x, y = a.get(name, _MISSING), b.get(name, _MISSING)
-        both_nan = isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
-        if wanted(name) and not both_nan and (type(x) is not type(y) or x != y):
-            out[name] = (None if x is _MISSING else x, None if y is _MISSING else y)
-    return out
+def _said(x: Any) -> Any:
+    """A value; of an array its dtype and shape."""
+    return {"dtype": x.dtype.name, "shape": list(x.shape)} if hasattr(x, "dtype") else x
+
+
+def _apart(x: Any, y: Any) -> bool:
+    return type(x) is not type(y) or (x != y and not (x != x and y != y))  # two NaN are equal
 
 
 def _compare(name: str, a: Any, b: Any, said: dict[str, tuple[Any, Any]], limit: int, values: bool) -> ArrayDiff | None:
