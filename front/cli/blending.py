@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ..arrays.core.formatting import count
 from .parts import CHECKPOINT, INTEGERS, JSON, checked, each, examples
 from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
 
@@ -85,7 +86,7 @@ def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any)
     if (options["rank"] is None) == (options["energy"] is None):
         raise click.UsageError("give --rank or --energy")
     r = mt.storage.extract_lora(tuned, base, dst, **options)
-    text = f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, "
+    text = f"{r.path}: {count(len(r.ranks), 'module')}, rank at most {max(r.ranks.values())}, "
     text += f"at least {min(r.energy.values()):.1%} of each difference"
     text += f"; without a place in it: {', '.join(r.left)}" if r.left else ""
     _tell(r, as_json, "\n".join([text, *r.notes]))

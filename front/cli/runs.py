@@ -190,11 +190,12 @@ def du(path: str, as_json: bool) -> None:
     """
     from ..storage import RepositoryUsage, usage
     from ..storage.browse.model.text import visible
+    from .reports import data
     from .tables import Column, write
 
     found = usage(path)
     if as_json:
-        print_json(asdict(found))
+        print_json(data(found))
         return
     title = visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4)
     if isinstance(found, RepositoryUsage):
@@ -209,16 +210,18 @@ def du(path: str, as_json: bool) -> None:
     write(
         [
             Column("checkpoint", name=True),
-            Column("arrays", number=True, rank=1),
-            Column("files", number=True),
+            Column("arrays", number=True, rank=3),
+            Column("bytes", number=True, rank=1),
+            Column("on disk", number=True),
             Column("freed alone", number=True),
             Column("delta of", rank=2),
         ],
         [
             [
                 visible(s.path, 10**5),
-                human_bytes(s.arrays),
-                human_bytes(s.files),
+                str(s.arrays),
+                human_bytes(s.total_size),
+                human_bytes(s.nbytes),
                 human_bytes(s.freed),
                 visible(s.base or "", 200),
             ]

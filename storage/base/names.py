@@ -148,7 +148,7 @@ def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -
         if name in first:
             clashes.append(f"  {list(first[name])} and {list(path)} are both named {name!r}")
         first.setdefault(name, path)
-    raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
+    raise CheckpointKeyError("\n".join([f"keys collide ({len(clashes)}):", *clashes, "rename one of each"]))
 
 
 def plain(relative: object, source: str) -> list[str]:

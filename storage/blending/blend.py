@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
+from ...arrays.core.formatting import count
 from ..base.names import patterns_of
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
@@ -119,7 +120,7 @@ class Blend(ex.Node):
             )
         parsed = self.parsed or read_config(self.config)
         if len(parsed.models()) != len(self.of):
-            raise CheckpointError(f"the configuration names {len(parsed.models())} models, got {len(self.of)}")
+            raise CheckpointError(f"the configuration names {count(len(parsed.models()), 'model')}, got {len(self.of)}")
         if len(parsed.slices) > ex.MOST_READS:
             raise CheckpointError(
                 f"the configuration has {len(parsed.slices)} slices, at most {ex.MOST_READS} are allowed"

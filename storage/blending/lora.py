@@ -22,6 +22,7 @@ from ..loading.open import open_checkpoint
 from ..readers.safetensors import save_safetensors
 from ..readers.tensor import read_box
 from ..rules.casting import cast
+from ..stores import atomic_directory
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
 from ..virtual.adapters import TURNED_MODULES, is_turned_model
@@ -150,7 +151,10 @@ def extract_lora(
             f"modules have the names of the files; transformers 5 gives those of {type_!r} others, by which PEFT may "
             "find none of them: virtual.lora and lora-merge apply the adapter"
         )
-    with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:
+    with (
+        atomic_directory.room_for(0, target),
+        directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder,
+    ):
         factors, ranks, kept, left = {}, {}, {}, []
         for n in wanted:
             delta = _real(new[n]) - _real(old[n])

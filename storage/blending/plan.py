@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ..base.names import chooser
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -262,7 +262,7 @@ class Planner:
             held = self.parents[x.model]
             start, stop = x.layers or (0, held.count)
             if stop > held.count:
-                self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
+                self._faults.add(f"{x.model} has {count(held.count, 'layer')}", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
             if x.parameters and x.model == base and self._with_base(x.model):

@@ -31,6 +31,7 @@ from ..readers.tensor import StoredTensor, read_box, read_picks
 from ..stores import icechunk_store, store
 from ..stores.generations import NONE, Generation, JointGeneration, Listed
 
+_REASONS = 4  # arrays that cannot be read, of which a line names so many
 FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # kinds whose opening reads a part of every file
 
 
@@ -101,7 +102,9 @@ class StoredArray:
             if self.mesh is None:
                 raise
             axes = ", ".join(f"{name}={n}" for name, n in self.mesh.items())
-            raise IncompleteCheckpoint(f"{e}. It was saved by {math.prod(self.mesh.values())} ranks ({axes})") from None
+            raise IncompleteCheckpoint(
+                f"{e}. It was saved by {count(math.prod(self.mesh.values()), 'rank')} ({axes})"
+            ) from None
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """The elements of a box, or all, as a new NumPy array."""
@@ -261,7 +264,8 @@ class Checkpoint(Mapping[str, StoredArray]):
     @property
     def leaves(self) -> dict[str, Any]:
         """The leaves of the tree that are not arrays, None among them, by name."""
-        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure, none=True)}
+        found = ((leaf_name(p), v) for p, v in manifest.scalar_leaves(self.structure, none=True))
+        return {n: v for n, v in found if n not in self.skipped}  # None is what a list has in place of these
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""
@@ -366,13 +370,13 @@ def flat(
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {}, group=group or {})
 
 
-def unread(skipped: Iterable[str]) -> str:
+def unread(skipped: Mapping[str, str]) -> str:
     """
-    >>> unread([]), unread(["a", "b"])
-    ('', '; not readable here (2): a, b')
+    >>> unread({}), unread({"a": "dates", "b": "texts"})
+    ('', '; not readable here (2): a (dates), b (texts)')
     """
-    names = list(skipped)
-    return f"; not readable here ({len(names)}): {some(names)}" if names else ""
+    told = some([f"{n} ({why})" for n, why in skipped.items()], _REASONS)
+    return f"; not readable here ({len(skipped)}): {told}" if skipped else ""
 
 
 def _cut(path: Path, start: str) -> Path:

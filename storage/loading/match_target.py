@@ -17,7 +17,7 @@ from ...arrays.core.errors import (
     CheckpointShapeError,
     ReshardError,
 )
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ...arrays.core.tree import Path, flatten_with_path
 from ..base.names import check_distinct, chooser, fits, leaf_name, matching, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
@@ -72,9 +72,10 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     return picked
 
 
-def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
-    """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
-    return list(filter(chooser(keys, drop, {*ckpt.arrays, *ckpt.skipped}), ckpt.skipped))
+def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> dict[str, str]:
+    """The arrays that cannot be read and that ``keys`` take and ``drop`` leaves, and why."""
+    wanted = chooser(keys, drop, {*ckpt.arrays, *ckpt.skipped})
+    return {n: why for n, why in ckpt.skipped.items() if wanted(n)}
 
 
 def loadable(
@@ -152,8 +153,8 @@ def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
         return None
     if getattr(leaf, "sharding", None) is not None or not hasattr(leaf, "__array__"):
         raise CheckpointShapeError(
-            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has "
-            "no values to fill the rest with; "
+            f"{source.name}: {count(shape[0], 'row')} stored and {wanted[0]:,} wanted, of an array that is split or "
+            "has no values to fill the rest with; "
             f"grow it by the rule '{source.name} -> {source.name}, pad(axis=0, size={wanted[0]}, fill=mean)'"
         )
     new = np.asarray(leaf if str(getattr(leaf, "device", "cpu")) == "cpu" else leaf.to_device("cpu"))[shape[0] :]
@@ -204,8 +205,8 @@ def match_like(
             grown = None if strict else _grown(source, leaf)
             if grown is not None and (dtype == source.dtype or cast):
                 report.grown[name] = (
-                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are "
-                    "those of like"
+                    f"{name}: {count(source.shape[0], 'row')} stored, the other {leaf.shape[0] - source.shape[0]:,} "
+                    "are those of like"
                 )
                 targets[name] = LoadTarget(grown, dtype, None, leaf)
                 continue

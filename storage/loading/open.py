@@ -24,6 +24,7 @@ from ...arrays.core.errors import (
     ParentChanged,
     StoreError,
 )
+from ...arrays.core.formatting import count, some
 from ..base import names, strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
@@ -420,7 +421,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     lost = [f for f in files if store.size(f) is None]
     if lost:
         keys = [k for k, f in weight_map.items() if f in lost]
-        raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
+        raise IncompleteCheckpoint(f"{root}: {count(len(lost), 'file')} missing: {some(lost)}; with them {some(keys)}")
     held: dict[str, StoredTensor] = {}
     group: dict[str, Any] = {}
     absent = []
@@ -436,7 +437,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         held.update((k, tensors[k]) for k in wanted if k in tensors)
     if absent:
         raise IncompleteCheckpoint(
-            f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
+            f"{root}: not in the files that the index names: {count(len(absent), 'key')}, {some(absent)}"
         )
     ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, group or metadata, unlisted, group)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}

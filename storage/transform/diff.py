@@ -48,7 +48,7 @@ class ArrayDiff:
         told = [f"shape {a} and {b}"] * (a != b) + [f"dtype {c} and {d}"] * (c != d)
         told += [f"{k} {x!r:.40} and {y!r:.40}" for k, (x, y) in self.attributes.items()]
         if self.different:
-            told += [f"{self.different} of {self.size} elements", f"max abs {self.max_abs:.6g}"]
+            told += [f"{self.different:,} of {count(self.size, 'element')}", f"max abs {self.max_abs:.6g}"]
             told.append(f"max rel {self.max_rel:.6g}")
         elif self.different is not None:
             told.append("equal values" if told else "equal values, other bits")
@@ -61,7 +61,7 @@ class DiffReport:
     equal to the bit. A value may be None, which is not the same as one that is absent; of a name that is an array on
     the other side, ``values`` has that array's dtype and shape.
 
-    ``skipped`` names arrays that cannot be read on either side."""
+    ``skipped`` names arrays that cannot be read on either side, and why."""
 
     a: str
     b: str
@@ -70,7 +70,7 @@ class DiffReport:
     arrays: list[ArrayDiff]
     values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     equal: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -78,7 +78,8 @@ class DiffReport:
         return not (self.only_a or self.only_b or self.arrays or self.values or self.skipped)
 
     def __str__(self) -> str:
-        lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ{unread(self.skipped)}"]
+        are = "is" if self.equal == 1 else "are"
+        lines = [f"{count(self.equal, 'array')} {are} equal, {len(self.arrays)} differ{unread(self.skipped)}"]
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 lines.append(f"only in {where} ({len(names)}): {some(names, 12)}")
@@ -155,7 +156,7 @@ def diff(
         [d for d in found if d is not None],
         {n: (x, y) for n in others if _apart(x := _said(ours[n]), y := _said(theirs[n]))},
         sum(d is None for d in found),
-        list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
+        {n: why for n, why in {**right.unread, **left.unread}.items() if wanted(n)},
     )
 
 

@@ -25,6 +25,7 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
 )
+from ...arrays.core.formatting import count
 from ..base.names import chooser, leaf_name, matching
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
@@ -147,7 +148,7 @@ class Node:
         least, most = self.operands
         if not least <= len(self.of) <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
-            raise CheckpointError(f"{self.kind} is made of {wanted} checkpoints, got {len(self.of)}")
+            raise CheckpointError(f"{self.kind} is made of {count(wanted, 'checkpoint')}, got {len(self.of)}")
         for name, form in self.params.items():
             try:
                 object.__setattr__(self, name, form(getattr(self, name)))
@@ -274,7 +275,9 @@ class Arithmetic(Node):
 
     def check(self) -> None:
         if len(self.terms) != len(self.of):
-            raise CheckpointError(f"{self.kind} of {len(self.of)} checkpoints has {len(self.terms)} weights")
+            raise CheckpointError(
+                f"{self.kind} of {count(len(self.of), 'checkpoint')} has {count(len(self.terms), 'weight')}"
+            )
 
     def _told_of_adapters(self) -> str:
         """A note on sums of factors. Raises where their weights would change each product by their square."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import io
+import itertools
 import json
 import os
 import re
@@ -150,7 +151,8 @@ class _Halting(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, root: Path, stop_at: int) -> None:
-        self.reached, self.go_on, self.number = threading.Event(), threading.Event(), 0
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        number = itertools.count(1)  # requests come at the same time, and one step of it is indivisible
         halting = self
 
         class Handler(http.server.SimpleHTTPRequestHandler):
@@ -164,11 +166,9 @@ class _Halting(http.server.ThreadingHTTPServer):
                 asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["range"])
                 assert asked is not None
                 a, b = int(asked[1]), min(int(asked[2]), len(data) - 1)
-                if self.path.endswith(".safetensors") and a:
-                    halting.number += 1
-                    if halting.number == stop_at:
-                        halting.reached.set()
-                        halting.go_on.wait(200)
+                if self.path.endswith(".safetensors") and a and next(number) == stop_at:
+                    halting.reached.set()
+                    halting.go_on.wait(200)
                 self.send_response_only(206)
                 self.send_header("Content-Range", f"bytes {a}-{b}/{len(data)}")
                 modified = Path(self.translate_path(self.path)).stat().st_mtime
@@ -197,10 +197,12 @@ def test_ctrl_c_in_the_middle_of_a_merge(tmp_path: Path) -> None:
         source = f"http://127.0.0.1:{server.server_address[1]}/served"
         command = ("merge", source, str(tmp_path / "out"), "--threads", "1", "--memory-limit", "1")
         with meshtape(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-            assert server.reached.wait(200)
+            while not server.reached.wait(0.1):
+                assert running.poll() is None, running.communicate()
+            # No answer comes meanwhile: the interrupt meets the wait for it, and no other line of the program.
             running.send_signal(signal.SIGINT)
-            server.go_on.set()
             out, err = running.communicate(timeout=200)
+            server.go_on.set()
         assert running.returncode == 130, err
         assert "interrupted. What was written stays: the same command goes on" in err
         assert "Traceback" not in err

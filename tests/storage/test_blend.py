@@ -636,7 +636,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "layers": (
         {"merge_method": "passthrough", "slices": [{"sources": [{"model": A, "layer_range": [0, 9]}]}]},
-        "has 1 layers",
+        "has 1 layer",
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),

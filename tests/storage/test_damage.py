@@ -145,9 +145,7 @@ def test_missing_files_are_listed_before_anything_is_read(saved):
     (saved / "w" / "c.0.0").unlink()
     (saved / "w" / "c.1.0").unlink()
     for check in (load, verify):
-        with pytest.raises(
-            errors.IncompleteCheckpoint, match=r"2 of the 2 files of key 'w' are missing: w/c.0.0, w/c.1.0"
-        ):
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"2 of 2 files of key 'w' missing: w/c.0.0, w/c.1.0"):
             check(saved)
     assert load(saved, keys="s")["s"].shape == ()
 
@@ -370,7 +368,7 @@ def test_incomplete_hugging_face_directories(tmp_path):
         load(tmp_path / "hf", verify=False)
     index.write_text(text)
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match=r"1 files are missing: model-00002.*\['b'\]"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"1 file missing: model-00002.*with them b"):
         load(tmp_path / "hf")
     index.unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"no model.safetensors.index.json"):

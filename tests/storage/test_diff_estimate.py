@@ -69,7 +69,7 @@ def test_every_kind_of_difference(tmp_path, limit):
         "only in",
         "shape (2, 3) and (3, 2)",
         "equal values, other bits",
-        "2 of 200000 elements",
+        "2 of 200,000 elements",
         "0.1 and 0.2",
     ):
         assert part in text

@@ -34,7 +34,7 @@ def test_a_shard_of_the_index_is_missing(tmp_path):
     index(tmp_path, parts, total_size=96)
     for i in (2, 4):
         (tmp_path / f"model-0000{i}-of-00004.safetensors").unlink()
-    wanted = r"2 files are missing: model-00002-of-00004\.safetensors, model-00004-of.*layers\.2\.w.*layers\.4\.w"
+    wanted = r"2 files missing: model-00002-of-00004\.safetensors, model-00004-of.*layers\.2\.w.*layers\.4\.w"
     for act in (
         lambda: load(tmp_path, keys=["layers.1.w"]),
         lambda: open_checkpoint(tmp_path),
