@@ -33,12 +33,13 @@ _WHOLE = 1 << 20  # bytes up to which an array is read for its text
 def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool) -> None:
     """List the arrays of a checkpoint, or the steps of a run.
 
-    PATH is a checkpoint of meshtape, torch.distributed or Orbax, a file of safetensors, NumPy or PyTorch, a Hugging Face
-    directory, a Zarr group or array, or the document of a virtual checkpoint. Reads its table of contents alone. On a
-    terminal the table fits its width; in a pipe every line is whole.
+    PATH is a checkpoint of meshtape, torch.distributed or Orbax, a file of safetensors, NumPy or PyTorch, a Hugging
+    Face directory, a Zarr group or array, or the document of a virtual checkpoint. Reads its table of contents alone.
+    On a terminal the table fits its width; in a pipe every line is whole.
 
-    Of a run, a directory of numbered checkpoints, it lists these, with their branches and the leftovers of killed writers. Of
-    an icechunk repository, its path or icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
+    Of a run, a directory of numbered checkpoints, it lists these, with their branches and the leftovers of killed
+    writers. Of an icechunk repository, its path or icechunk://PLACE without @REF, it lists branches, tags and the
+    newest snapshots.
     """
     import meshtape as mt
 
