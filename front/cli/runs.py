@@ -82,8 +82,7 @@ def show(path: str, as_json: bool) -> bool:
         [
             [
                 r["name"],
-                str(r["arrays"]),
-                human_bytes(r["nbytes"]),
+                *([""] * 2 if r["note"] else [str(r["arrays"]), human_bytes(r["nbytes"])]),
                 r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
                 f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
                 visible(r["note"] or ", ".join(r["marks"] + ([f"delta of {r['base']}"] if r["base"] else [])), 200),

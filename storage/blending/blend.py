@@ -152,6 +152,8 @@ def _blended(
     try:
         models = [held.add(m.path if m.lora is None else lora(m.path, m.lora)) for m in config.models()]
     except NotACheckpoint as e:
+        if "no such file" not in str(e):
+            raise
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
     chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]

@@ -25,7 +25,7 @@ from ..rules.casting import cast
 from ..stores import atomic_directory
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
-from ..virtual.adapters import TURNED_MODULES, is_turned_model
+from ..virtual.adapters import ADAPTER, TURNED_MODULES, is_turned_model
 from ..virtual.expressions import refuse_scaled
 from .config import Problems
 from .methods import real
@@ -129,6 +129,9 @@ def extract_lora(
         raise CheckpointExists(f"{target} exists; an adapter is written to a new directory")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"rank is a positive whole number, got {rank!r}")
+    for ckpt in (new, old):
+        if len(ckpt) and all(map(ADAPTER.match, ckpt)):
+            raise CheckpointError(f"{ckpt.path} is an adapter: take models, such as virtual.lora(base, adapter)")
     wanted = list(filter(chooser(keys, drop, new), new))
     for n in wanted:
         if n not in old:

@@ -225,8 +225,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         if found is None:
             self.refuse_skipped([str(name)])
             close = get_close_matches(str(name), self.arrays, 3, 0.4)
-            hint = f"; close are {', '.join(map(repr, close))}" if close else ""
-            raise CheckpointKeyError(f"{self.path} has no array {name!r}{hint}")
+            hint = f"close are {', '.join(map(repr, close))}" if close else f"it holds {some(self.arrays, 3) or 'none'}"
+            raise CheckpointKeyError(f"{self.path} has no array {name!r}; {hint}")
         return found
 
     def refuse_skipped(self, wanted: Iterable[str]) -> None:

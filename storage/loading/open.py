@@ -396,7 +396,7 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
         if other := refusals.of_start(path, bytes(start)):
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
-            raise NotACheckpoint(f"{path} is not a safetensors file")
+            raise NotACheckpoint(f"{path} is not a safetensors file, nor one of NumPy or PyTorch")
     tensors, metadata, group = _raw_tensors(path, verify)
     return flat(path, "safetensors", tensors, group or metadata, group=group)
 

@@ -4,6 +4,7 @@ icechunk repository."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -118,9 +119,13 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
         held = chunks.native_bytes, chunks.inlined_bytes, chunks.virtual_bytes, garbage.bytes_deleted
         return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
     runs.warn_of_others(where)
-    whole = {n: c for n, c in runs.of_others(where).items() if isinstance(c, Checkpoint)}
-    steps = [_of_another(store.join(where, n), c, numbered.series(n)[1]) for n, c in whole.items()]
-    for path in [] if steps else [c.path for c in numbered.complete(where)] or [where]:
+    steps = []
+    for n, c in runs.of_others(where).items():
+        if isinstance(c, Checkpoint):
+            steps.append(_of_another(store.join(where, n), c, numbered.series(n)[1]))
+        else:
+            warnings.warn(f"skipped {store.join(where, n)}: {c}", stacklevel=2)
+    for path in [] if steps else [c.path for c in numbered.complete(where, True)] or [where]:
         root = atomic_directory.resolve(path)
         if (held := manifest.read(root)) is None:
             steps.append(_of_another(path, ckpt := open_checkpoint(root), ckpt.step))

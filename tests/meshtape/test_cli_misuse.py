@@ -74,7 +74,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
     [
         ("nothing", "Error: .*nothing: no such file or directory"),
         ("program", "is a program file"),
-        ("text", "is not a safetensors file"),
+        ("text", "is not a safetensors file, nor one of NumPy or PyTorch"),
         ("text.json", "is not a safetensors file.*document of a virtual checkpoint"),
         ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
         ("https://me:hush-hush@host/x?signature=hush-hush", "credentials come from the environment"),
@@ -117,6 +117,39 @@ def test_mistakes_in_rules_are_shown_with_file_and_line(text: bytes, match: str,
     done = call("merge", str(held / ODD), str(tmp_path / "out"), "--rules", str(tmp_path / "names.rules"))
     assert done.exit_code == 0, done.output
     assert "w" in mt.open_checkpoint(tmp_path / "out")
+
+
+def test_a_model_where_an_adapter_is_wanted_and_the_other_way_round(tmp_path: Path) -> None:
+    for name, k in (("m", 0.0), ("t", 1.0)):
+        mt.storage.save_safetensors(tmp_path / f"{name}.safetensors", {"q.weight": np.full((4, 4), k, "f4")})
+    m, t, ad, out = (str(tmp_path / name) for name in ("m.safetensors", "t.safetensors", "ad", "out"))
+    mt.storage.extract_lora(t, m, ad, rank=1)
+    held = {"merge_method": "linear", "models": [{"model": x, "parameters": {"weight": 1}} for x in (m, ad)]}
+    (tmp_path / "c.yml").write_text(json.dumps(held))
+    adapter, model = f"{ad}/adapter_model.safetensors is an adapter", f"{m} is no adapter of PEFT, which is a directory"
+    for args, wanted in (
+        (("lora-extract", ad, m, out, "--rank", "1"), adapter),
+        (("lora-extract", m, ad, out, "--rank", "1"), adapter),
+        (("lora-merge", t, m, out), model),
+        (("derive", "lora", t, m, "--out", out), model),
+        (("blend", str(tmp_path / "c.yml"), "--out", out), f"{adapter}, and {m} has no adapter_config.json"),
+        (("show", m, "zz"), "has no array 'zz'; it holds q.weight"),
+    ):
+        done = call(*args)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert wanted in done.stderr
+
+
+def test_a_broken_step_is_told_beside_the_whole_ones(tmp_path: Path) -> None:
+    manager = mt.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": np.ones(3)})
+    (tmp_path / "step-00000002" / "meshtape.json").write_text("{")
+    row = next(line for line in call("ls", str(tmp_path)).stdout.splitlines() if "00002" in line)
+    assert "not a manifest" in row
+    assert " B " not in row
+    with pytest.warns(UserWarning, match="skipped .*step-00000002.*not a manifest"):
+        assert "step-00000002" not in call("du", str(tmp_path)).stdout
 
 
 def meshtape(*args: str, **options: Any) -> subprocess.Popen[Any]:
