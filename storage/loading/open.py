@@ -26,6 +26,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import count, some
 from ..base import names, strict_json
+from ..base.malformed import malformed
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -164,10 +165,16 @@ def _open(given: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
         )
-    if store.size(HF_INDEX) is not None:
-        return _open_hugging_face(root, HF_INDEX, verify)
-    if store.size(HF_SINGLE) is not None:
-        return _open_single(root, HF_SINGLE, verify)
+    for file, opens in ((HF_INDEX, _open_hugging_face), (HF_SINGLE, _open_single)):
+        if store.size(file) is not None:
+            ckpt = opens(root, file, verify)
+            if store.size(_ZARR[0]) is not None and not _is_dual(ckpt):
+                warnings.warn(
+                    f"{root} holds two checkpoints: {file}, which is opened, and one of Zarr ({_ZARR[0]}), which is "
+                    f"not, as it has no {manifest.FILE}; move one of them elsewhere",
+                    stacklevel=5,
+                )
+            return ckpt
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root, verify)
     if dcp.is_dcp(root):
@@ -206,6 +213,12 @@ def _open(given: str, verify: bool) -> Checkpoint:
 
 def _shards(store: Store) -> list[str]:
     return [n for n in store.files() if n.endswith(".safetensors")]
+
+
+def _is_dual(ckpt: Checkpoint) -> bool:
+    """Whether files of safetensors are the shards of a Zarr hierarchy at once."""
+    raw = next((a.tensor for a in ckpt.arrays.values() if isinstance(a.tensor, RawTensor)), None)
+    return raw is not None and DUAL_INDEX in safetensors.read_header(raw.path).tensors
 
 
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
@@ -529,6 +542,10 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
             ) from None
         if isinstance(e, CorruptCheckpoint):
             raise
+        with malformed(f"{root}: zarr cannot list it: {e}"):
+            for name in _nodes(stores.at(root)):
+                with contextlib.suppress(CheckpointDTypeError):
+                    open_array(root, name)  # of which an error has the name
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
     ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]

@@ -3,6 +3,7 @@ terabytes."""
 
 import json
 import os
+import warnings
 import zipfile
 
 import ml_dtypes
@@ -289,3 +290,20 @@ def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
         (root / name).unlink()
         root.rmdir()
     assert mt.storage.estimate(b).nbytes == 24 << 37
+
+
+def test_a_model_beside_zarr_without_its_manifest_is_told(tmp_path):
+    """One of layout "dual" is both at once; a manifest decides."""
+    for layout in (None, "dual"):
+        at = tmp_path / str(layout)
+        storage.save(at, {"w": np.ones((4, 2), "f4")}, layout=layout)
+        if layout is None:
+            storage.save_safetensors(at / "model.safetensors", {"x": np.ones(3)})
+        assert list(storage.open_checkpoint(at)) == ["w"]
+        (at / "meshtape.json").unlink()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert list(storage.open_checkpoint(at)) == (["w"] if layout else ["x"])
+        assert ["holds two checkpoints: model.safetensors, which is opened" in str(w.message) for w in told] == (
+            [] if layout else [True]
+        )
