@@ -17,7 +17,7 @@ from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, index_text
-from ..format.manifest import Manifest, read
+from ..format.manifest import ArrayEntry, Manifest, read
 from ..format.zarr_format import dual_shard
 from ..stores import store
 from ..stores.contract import Store
@@ -90,13 +90,16 @@ class DualTensor(ChunkedTensor):
                 yield f"{path} (key {self.name!r}): its Zarr index is damaged; the values may be whole"
 
 
-def at_folder(root: str, verify: bool) -> DualTensor | None:
-    """The array of layout "dual" whose folder that is, by the manifest beside; None where that has none there."""
+def at_folder(root: str, verify: bool) -> DualTensor | ArrayEntry | None:
+    """The array whose folder that is, by the manifest beside: of layout "dual" its tensor, of others what that says of
+    it; None where there is none."""
     above, directory = store.split(root)
     if not directory or (m := read(above)) is None:
         return None
     for e in m.arrays:
-        if e.dual and e.directory == directory:
+        if e.packs is None and e.directory == directory:
+            if not e.dual:
+                return e
             sums = None if e.sums is None else StoredSums(above, m.sums or "", e.sums, e.grid, e.name)
             return DualTensor(above, e.name, e.dtype, e.grid, e, verify, sums)
     return None

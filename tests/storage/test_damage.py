@@ -404,3 +404,26 @@ def test_metadata_of_zarr_that_are_empty_are_found(tmp_path, options, file):
     (tmp_path / "c" / file).write_bytes(b"")
     with pytest.raises(errors.CorruptCheckpoint, match=r"zarr\.json is missing or empty"):
         verify(tmp_path / "c")
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"layout": "dual"}], ids=str)
+def test_a_lost_file_of_an_array_that_is_read_by_itself(tmp_path, options):
+    """The manifest above knows that it was there. Without one Zarr's meaning of a chunk that is not there holds."""
+    mesh = mt.Mesh({"m": 2})
+    save(tmp_path / "c", {"w": mt.distribute(mt.ones((8, 4)), mesh, m=mt.Shard(0))}, **options)
+    (tmp_path / "c" / "w" / "c.1.0").unlink()
+    where = tmp_path / "c" / "w"
+    for act in (
+        lambda: mt.from_zarr(where, mesh, m=mt.Shard(0)).load(),
+        lambda: mt.stream(mt.sum, mt.from_zarr(where, mesh, m=mt.Shard(0)), memory=1000),
+        lambda: mt.training.ZarrSource(str(where)).read(np.arange(8)),
+        lambda: open_checkpoint(where)["w"][...],
+        lambda: load(where),
+        lambda: mt.storage.convert(where, tmp_path / "out", format="zarr", missing="fill"),
+        lambda: mt.storage.diff(where, where),
+    ):
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"c\.1\.0"):
+            act()
+    (tmp_path / "c" / "meshtape.json").unlink()
+    with pytest.warns(UserWarning, match=r"c\.1\.0.*lost, or never written"):
+        assert np.asarray(load(where)["w"]).sum() == 16
