@@ -8,7 +8,7 @@ import click
 
 from ..arrays.core.formatting import count
 from .parts import CHECKPOINT, INTEGERS, JSON, checked, each, examples
-from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
+from .storage import _MAX_SHARD, _SELECTION, _TARGET, _tell, _write
 
 
 @click.command(
@@ -75,8 +75,7 @@ def lora_merge(model: str, adapter: str, dst: str, **options: Any) -> None:
 @click.option(
     "--energy", type=click.FloatRange(0, 1, min_open=True), help="Instead: the part of each difference to keep."
 )
-@click.option("--keys", multiple=True, callback=_patterns, metavar="PATTERN", help="Take only these arrays.")
-@click.option("--drop", multiple=True, callback=_patterns, metavar="PATTERN", help="Leave these arrays out.")
+@each(_SELECTION[:2])
 @click.option("--dtype", callback=checked("dtype"), default="float32", show_default=True, help="Of the factors.")
 @JSON
 def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any) -> None:

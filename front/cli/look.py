@@ -46,6 +46,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from ..arrays.core.formatting import human_bytes
     from ..storage.browse.model.inventory import Inventory, Query
     from ..storage.browse.model.text import count, visible
+    from ..storage.checkpoint.checkpoint import unread
     from ..storage.loading.runs import beside
     from ..storage.stores import store
     from . import runs
@@ -82,7 +83,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     footer = [count(len(rows), "array"), "", "", human_bytes(total), ""]
     write(columns, lines, title=visible(f"{ckpt.path} ({ckpt.kind}{how})", 10**4), footer=footer)
     if ckpt.skipped:
-        write_text(visible(ckpt.unread()[2:], 10**4))
+        write_text(visible(unread(ckpt.skipped)[2:], 10**4))
     if ckpt.manifest is None and "zarr" not in ckpt.kind.lower() and (steps := beside(store.location(path))):
         write_text(visible(f"checkpoints below: {', '.join(steps)} (meshtape ls {path}/{steps[-1]})", 10**4))
 

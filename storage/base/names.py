@@ -98,18 +98,13 @@ def leaf_name(path: Sequence[str | int]) -> str:
         return ".".join(map(str, path))
 
 
-def fits(name: str, pattern: str) -> bool:
-    """Whether a name is this one, or matches it as a pattern with ``*``."""
-    return name == pattern or fnmatchcase(name, pattern)
-
-
 def matching(pattern: str, known: Collection[str]) -> list[str]:
     """Those of the ``known`` names that a name or pattern takes: one of them takes itself alone.
 
     >>> matching("w[0]", ["w[0]", "w0"]), matching("w*", ["w[0]", "w0"])
     (['w[0]'], ['w[0]', 'w0'])
     """
-    return [pattern] if pattern in known else [n for n in known if fits(n, pattern)]
+    return [pattern] if pattern in known else [n for n in known if fnmatchcase(n, pattern)]
 
 
 def chooser(

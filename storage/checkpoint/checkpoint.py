@@ -22,7 +22,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import DRAWINGS, count, human_bytes, some
 from ...arrays.core.tree import Path
-from ..base.names import fits, leaf_name
+from ..base.names import leaf_name, matching
 from ..base.page import Page
 from ..format import manifest
 from ..format.compression import Codec, compression_of
@@ -31,7 +31,6 @@ from ..readers.tensor import StoredTensor, read_box, read_picks
 from ..stores import icechunk_store, store
 from ..stores.generations import NONE, Generation, JointGeneration, Listed
 
-_REASONS = 4  # arrays that cannot be read, of which a line names so many
 FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # kinds whose opening reads a part of every file
 
 
@@ -231,10 +230,8 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def refuse_skipped(self, wanted: Iterable[str]) -> None:
         """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
-        for name in wanted:
-            for n, why in self.skipped.items():
-                if fits(n, name):
-                    raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
+        if found := next((n for name in wanted for n in matching(name, self.skipped)), None):
+            raise CheckpointDTypeError(f"{self.path}: key {found!r} cannot be read: {self.skipped[found]}")
 
     @property
     def places(self) -> set[str]:
@@ -308,12 +305,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         of = "" if self.computed is None or not self.computed.identity else f" = {self.computed.expression}"
         return (
             f"{self.kind} checkpoint {self.path}{of}{step}: {count(len(self), 'array')}, "
-            f"{human_bytes(self.nbytes)}{self.unread()}"
+            f"{human_bytes(self.nbytes)}{unread(self.skipped)}"
         )
-
-    def unread(self) -> str:
-        """The names that cannot be read, as the end of a sentence; empty where all can."""
-        return unread(self.skipped)
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -370,13 +363,14 @@ def flat(
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {}, group=group or {})
 
 
-def unread(skipped: Mapping[str, str]) -> str:
-    """
+def unread(skipped: Mapping[str, str] | list[str]) -> str:
+    """What cannot be read, with the reasons where they are known, as the end of a sentence.
+
     >>> unread({}), unread({"a": "dates", "b": "texts"})
     ('', '; not readable here (2): a (dates), b (texts)')
     """
-    told = some([f"{n} ({why})" for n, why in skipped.items()], _REASONS)
-    return f"; not readable here ({len(skipped)}): {told}" if skipped else ""
+    told = skipped if isinstance(skipped, list) else [f"{n} ({why})" for n, why in skipped.items()]
+    return f"; not readable here ({len(told)}): {some(told, 4)}" if told else ""
 
 
 def _cut(path: Path, start: str) -> Path:

@@ -236,9 +236,10 @@ def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> A
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _sizes(e: dict[str, Any], what: str, least: int) -> tuple[int, ...]:
-    x = e[what]
-    if not isinstance(x, list) or len(x) > _MAX_NDIM or not all(type(n) is int and least <= n < 1 << 63 for n in x):
+def sizes(x: Any, what: str, least: int = 0) -> tuple[int, ...]:
+    """A list of integers from untrusted text or a pickle; ``what`` it is stands in the error."""
+    fine = isinstance(x, (list, tuple)) and len(x) <= _MAX_NDIM
+    if not fine or not all(type(n) is int and least <= n < 1 << 63 for n in x):
         raise ValueError(f"{what} {str(x)[:80]} is no list of integers of at least {least}")
     return tuple(x)
 
@@ -276,7 +277,7 @@ compression, whether packed, of layout "dual", a delta."""
 def _form(e: dict[str, Any], n_meshes: int) -> _Form:
     packed, dual, delta = (e.get(k, False) for k in ("packed", "dual", "delta"))
     mesh, sharding, nbytes = e["mesh"], e["sharding"], e.get("nbytes", 0)
-    grid = ChunkGrid(_sizes(e, "shape", 0), _sizes(e, "shard", 1), _sizes(e, "chunk", 1))
+    grid = ChunkGrid(sizes(e["shape"], "shape"), sizes(e["shard"], "shard", 1), sizes(e["chunk"], "chunk", 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
     if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):

@@ -19,7 +19,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import count, some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, chooser, fits, leaf_name, matching, patterns_of
+from ..base.names import check_distinct, chooser, leaf_name, matching, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -65,7 +65,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
         picked.update(known[n] for n in hits)
         if not hits and not drop:
             ckpt.refuse_skipped([pattern])
-        if not hits and not any(fits(n, pattern) for n in ckpt.skipped):
+        if not hits and not matching(pattern, ckpt.skipped):
             unused.append(pattern)
     if unused:
         raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(known, _SHOWN)}")

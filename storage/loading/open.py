@@ -37,7 +37,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
 from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE, described
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
-from ..readers.dual_tensor import DualTensor
+from ..readers.dual_tensor import DualTensor, is_dual
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
@@ -168,12 +168,8 @@ def _open(given: str, verify: bool) -> Checkpoint:
     for file, opens in ((HF_INDEX, _open_hugging_face), (HF_SINGLE, _open_single)):
         if store.size(file) is not None:
             ckpt = opens(root, file, verify)
-            if store.size(_ZARR[0]) is not None and not _is_dual(ckpt):
-                warnings.warn(
-                    f"{root} holds two checkpoints: {file}, which is opened, and one of Zarr ({_ZARR[0]}), which is "
-                    f"not, as it has no {manifest.FILE}; move one of them elsewhere",
-                    stacklevel=5,
-                )
+            if store.size(_ZARR[0]) is not None and not any(is_dual(a.tensor) for a in list(ckpt.values())[:1]):
+                _warn_of_two(root, file, f"a Zarr hierarchy, which is not, as {manifest.FILE} of meshtape is missing")
             return ckpt
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root, verify)
@@ -215,10 +211,8 @@ def _shards(store: Store) -> list[str]:
     return [n for n in store.files() if n.endswith(".safetensors")]
 
 
-def _is_dual(ckpt: Checkpoint) -> bool:
-    """Whether files of safetensors are the shards of a Zarr hierarchy at once."""
-    raw = next((a.tensor for a in ckpt.arrays.values() if isinstance(a.tensor, RawTensor)), None)
-    return raw is not None and DUAL_INDEX in safetensors.read_header(raw.path).tensors
+def _warn_of_two(root: str, opened: str, other: str) -> None:
+    warnings.warn(f"{root} holds two models: {opened}, which is opened, and {other}; remove one of them", stacklevel=7)
 
 
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
@@ -419,11 +413,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     files = sorted(set(weight_map.values()))
     if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
         if files:  # an export without arrays lists none
-            warnings.warn(
-                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} "
-                f"files of {HF_INDEX}; remove one of them",
-                stacklevel=6,
-            )
+            _warn_of_two(root, HF_SINGLE, f"those of {HF_INDEX}, which transformers passes over as well")
         return _open_single(root, HF_SINGLE, verify)
     store = stores.at(root)
     if not files and ((metadata.get("total_size") or 0) != 0 or (store.lists and _shards(store))):
@@ -431,8 +421,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
             f"{root}: {index} lists no tensor, though there are some: {_shards(store)[:8] or metadata}; restore the "
             "index, or open one file"
         )
-    lost = [f for f in files if store.size(f) is None]
-    if lost:
+    if lost := [f for f in files if store.size(f) is None]:
         keys = [k for k, f in weight_map.items() if f in lost]
         raise IncompleteCheckpoint(f"{root}: {count(len(lost), 'file')} missing: {some(lost)}; with them {some(keys)}")
     held: dict[str, StoredTensor] = {}
@@ -449,9 +438,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)
     if absent:
-        raise IncompleteCheckpoint(
-            f"{root}: not in the files that the index names: {count(len(absent), 'key')}, {some(absent)}"
-        )
+        raise IncompleteCheckpoint(f"{root}: {count(len(absent), 'key')} not in the files of the index: {some(absent)}")
     ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, group or metadata, unlisted, group)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, files, others, index if sums else "")
@@ -532,7 +519,7 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
-    except IncompleteCheckpoint:
+    except (IncompleteCheckpoint, CorruptCheckpoint):
         raise
     except Exception as e:
         if not stores.at(root).lists:
@@ -540,8 +527,6 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
                 f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it "
                 "written there by zarr.consolidate_metadata, or open one array of it"
             ) from None
-        if isinstance(e, CorruptCheckpoint):
-            raise
         with malformed(f"{root}: zarr cannot list it: {e}"):
             for name in _nodes(stores.at(root)):
                 with contextlib.suppress(CheckpointDTypeError):

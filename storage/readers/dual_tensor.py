@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from ..format import dtypes, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, index_text
 from ..format.manifest import ArrayEntry, Manifest, read
-from ..format.zarr_format import dual_shard
+from ..format.zarr_format import DUAL_INDEX, dual_shard
 from ..stores import store
 from ..stores.contract import Store
+from .raw_tensor import RawTensor
 from .reading import opened
-from .safetensors import build_header
+from .safetensors import build_header, read_header
 from .tensor import ChunkedTensor
 
 Coord = tuple[int, ...]
@@ -103,6 +104,11 @@ def at_folder(root: str, verify: bool) -> DualTensor | ArrayEntry | None:
             sums = None if e.sums is None else StoredSums(above, m.sums or "", e.sums, e.grid, e.name)
             return DualTensor(above, e.name, e.dtype, e.grid, e, verify, sums)
     return None
+
+
+def is_dual(tensor: Any) -> bool:
+    """Whether a tensor of safetensors lies in a shard of a Zarr hierarchy."""
+    return isinstance(tensor, RawTensor) and DUAL_INDEX in read_header(tensor.path).tensors
 
 
 class HuggingFaceForm(NamedTuple):

@@ -304,6 +304,6 @@ def test_a_model_beside_zarr_without_its_manifest_is_told(tmp_path):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert list(storage.open_checkpoint(at)) == (["w"] if layout else ["x"])
-        assert ["holds two checkpoints: model.safetensors, which is opened" in str(w.message) for w in told] == (
+        assert ["holds two models: model.safetensors, which is opened" in str(w.message) for w in told] == (
             [] if layout else [True]
         )
