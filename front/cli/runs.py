@@ -164,12 +164,9 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     if as_json:
         print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})
     elif not found:
-        silence = (
-            ""
-            if older_than is not None or not store.repository_at(store.location(path))
-            else (" that is a day old (--older-than 0 takes all that no branch or tag leads to)")
-        )
-        click.echo(f"{path}: nothing to remove{silence}")
+        silent = older_than is None and store.repository_at(store.location(path)) is not None
+        young = " that is a day old (--older-than 0 takes all that no branch or tag leads to)" if silent else ""
+        click.echo(f"{path}: nothing to remove{young}")
     else:
         total = human_bytes(sum(x.nbytes for x in found))
         _table(found, f"{'would remove' if dry_run else 'removed'} {total}")

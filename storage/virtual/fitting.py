@@ -79,10 +79,7 @@ def are_adapters(made: Sequence[Checkpoint]) -> bool:
     for ckpt, config in zip(made, configs, strict=True):
         if bool(config) != bool(configs[0]):
             model, adapter = (c.path for c in (made[0], ckpt)[:: -1 if configs[0] else 1])
-            raise CheckpointError(
-                f"{adapter} is an adapter, and {model} has no adapter_config.json, as of a model: sums take models "
-                f"alone, or adapters alone. {EXACT}"
-            )
+            raise CheckpointError(f"{adapter} is an adapter, and {model} has no adapter_config.json. {EXACT}")
         for key, (ours, theirs) in _of_scales(configs[0], config):
             raise CheckpointError(
                 f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "
