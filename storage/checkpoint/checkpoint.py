@@ -230,7 +230,7 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def refuse_skipped(self, wanted: Iterable[str]) -> None:
         """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
-        if found := next((n for name in wanted for n in matching(name, self.skipped)), None):
+        for found in (n for name in wanted for n in matching(name, self.skipped)):
             raise CheckpointDTypeError(f"{self.path}: key {found!r} cannot be read: {self.skipped[found]}")
 
     @property
@@ -364,7 +364,7 @@ def flat(
 
 
 def unread(skipped: Mapping[str, str] | list[str]) -> str:
-    """What cannot be read, with the reasons where they are known, as the end of a sentence.
+    """Arrays that cannot be read, with the reasons where they are known, as the end of a sentence.
 
     >>> unread({}), unread({"a": "dates", "b": "texts"})
     ('', '; not readable here (2): a (dates), b (texts)')

@@ -59,8 +59,7 @@ class LoadReport:
     that some rank read from several blocks or a part of one. ``mismatched`` holds a line for each array of another
     shape or dtype, ``ignored`` the names that ``ignore`` excused, ``grown`` those that took more rows from ``like``
     than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see
-    `convert`), ``skipped`` what the files hold and cannot be read here, and why. ``print(report)`` shows it in at most
-    40 lines.
+    `convert`), ``skipped`` what cannot be read here, and why. ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""

@@ -34,8 +34,7 @@ _BATCH = 8 << 20  # bytes of one read
 class VerifyReport:
     """Report of `verify`: arrays, files, bytes, seconds.
 
-    ``uncovered`` names files without a checksum, which were not compared; ``skipped`` names arrays that cannot be read,
-    and why.
+    ``uncovered`` names files without a checksum, which were not compared; ``skipped`` says why arrays cannot be read.
     """
 
     path: str

@@ -71,9 +71,9 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
     like_ours = form is not None and form.separator == "."
-    held_by = at_folder(stores.join(root, node) if node else root, verify) if like_ours else None
-    if isinstance(held_by, DualTensor):
-        return held_by
+    ours = at_folder(stores.join(root, node) if node else root, verify) if like_ours else None
+    if isinstance(ours, DualTensor):
+        return ours
     old = getattr(array.metadata, "dimension_separator", ".")
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
@@ -91,9 +91,7 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     key = node or root_key(root)
     of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
     held, dims = _given(array)
-    return ZarrTensor(
-        root, key, node, shape, of_reader, chunk, encoding, held_by is not None, attributes=held, dims=dims
-    )
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, ours is not None, attributes=held, dims=dims)
 
 
 def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:

@@ -78,8 +78,7 @@ class DiffReport:
         return not (self.only_a or self.only_b or self.arrays or self.values or self.skipped)
 
     def __str__(self) -> str:
-        are = "is" if self.equal == 1 else "are"
-        lines = [f"{count(self.equal, 'array')} {are} equal, {len(self.arrays)} differ{unread(self.skipped)}"]
+        lines = [f"{count(self.equal, 'array')} equal, {len(self.arrays)} differ{unread(self.skipped)}"]
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 lines.append(f"only in {where} ({len(names)}): {some(names, 12)}")

@@ -363,9 +363,7 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     exists = CheckpointExists(f"{where} exists; pass overwrite=True, or choose another name")
     if at.size(name) is not None:
         if not read_document(where).startswith(START):
-            raise CheckpointExists(
-                f"{where} is no virtual checkpoint, and nothing else is replaced: choose another name"
-            )
+            raise CheckpointExists(f"{where} is no virtual checkpoint, which alone is replaced: choose another name")
         if not overwrite:
             raise exists
     data = dumps(ckpt.computed.expression, where)

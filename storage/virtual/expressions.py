@@ -67,22 +67,22 @@ def numbers(x: Any) -> tuple[float, ...]:
     return tuple(map(number, _sequence(x)))
 
 
-def flag(x: Any) -> bool:
-    if not isinstance(x, bool):
-        raise CheckpointError(f"{x!r:.40} is neither true nor false")
-    return x
+def _is(kind: type, otherwise: str) -> Callable[[Any], Any]:
+    def form(x: Any) -> Any:
+        if not isinstance(x, kind):
+            raise CheckpointError(f"{x!r:.40} {otherwise}")
+        return x
+
+    return form
+
+
+flag, text = _is(bool, "is neither true nor false"), _is(str, "is no text")
 
 
 def index(x: Any) -> int:
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or not 0 <= x < 1 << 62:
         raise CheckpointError(f"{x!r:.40} is no whole number from 0 on")
     return int(x)
-
-
-def text(x: Any) -> str:
-    if not isinstance(x, str):
-        raise CheckpointError(f"{x!r:.40} is no text")
-    return x
 
 
 INTEGERS = ("equal", "first", "last")
