@@ -806,7 +806,7 @@ def test_a_blend_has_a_document(tmp_path: Path, method: str) -> None:
         ({"seed": 1.5}, "whole number"),
         ({"config": "/etc/hostname"}, "config is a mapping"),
         ({"config": {**top["expression"]["config"], "merge_method": "magic"}}, "no merge_method"),
-        ({"config": config("linear", ["x"])}, "names 1 models"),
+        ({"config": config("linear", ["x"])}, "names 1 model,"),
     ):
         text = json.dumps({**top, "expression": {**top["expression"], **change}})
         (tmp_path / "bad.json").write_bytes(sealed(text.encode()))
