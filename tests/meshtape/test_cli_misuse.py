@@ -195,6 +195,9 @@ class _Halting(http.server.ThreadingHTTPServer):
                 super().__init__(*args, directory=str(root))
 
             def do_GET(self) -> None:
+                if not Path(self.translate_path(self.path)).is_file():
+                    self.send_error(404)
+                    return
                 data = Path(self.translate_path(self.path)).read_bytes()
                 asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["range"])
                 assert asked is not None
