@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
+from ..arrays.core.formatting import count
 from .parts import CHECKPOINT, INTEGERS, JSON, checked, each, examples
-from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
+from .storage import _MAX_SHARD, _SELECTION, _TARGET, _tell, _write
 
 
 @click.command(
@@ -74,8 +75,7 @@ def lora_merge(model: str, adapter: str, dst: str, **options: Any) -> None:
 @click.option(
     "--energy", type=click.FloatRange(0, 1, min_open=True), help="Instead: the part of each difference to keep."
 )
-@click.option("--keys", multiple=True, callback=_patterns, metavar="PATTERN", help="Take only these arrays.")
-@click.option("--drop", multiple=True, callback=_patterns, metavar="PATTERN", help="Leave these arrays out.")
+@each(_SELECTION[:2])
 @click.option("--dtype", callback=checked("dtype"), default="float32", show_default=True, help="Of the factors.")
 @JSON
 def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any) -> None:
@@ -85,7 +85,7 @@ def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any)
     if (options["rank"] is None) == (options["energy"] is None):
         raise click.UsageError("give --rank or --energy")
     r = mt.storage.extract_lora(tuned, base, dst, **options)
-    text = f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, "
+    text = f"{r.path}: {count(len(r.ranks), 'module')}, rank at most {max(r.ranks.values())}, "
     text += f"at least {min(r.energy.values()):.1%} of each difference"
     text += f"; without a place in it: {', '.join(r.left)}" if r.left else ""
     _tell(r, as_json, "\n".join([text, *r.notes]))

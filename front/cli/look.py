@@ -33,17 +33,20 @@ _WHOLE = 1 << 20  # bytes up to which an array is read for its text
 def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool) -> None:
     """List the arrays of a checkpoint, or the steps of a run.
 
-    PATH is a meshtape checkpoint, a safetensors file, a Hugging Face directory, or a Zarr group. Reads its table of
-    contents alone. On a terminal the table fits its width; in a pipe every line is whole.
+    PATH is a checkpoint of meshtape, torch.distributed or Orbax, a file of safetensors, NumPy or PyTorch, a Hugging
+    Face directory, a Zarr group or array, or the document of a virtual checkpoint. Reads its table of contents alone.
+    On a terminal the table fits its width; in a pipe every line is whole.
 
-    Of a directory of numbered checkpoints it lists these, with their branches and the leftovers of killed writers. Of
-    an icechunk repository, its path or icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
+    Of a run, a directory of numbered checkpoints, it lists these, with their branches and the leftovers of killed
+    writers. Of an icechunk repository, its path or icechunk://PLACE without @REF, it lists branches, tags and the
+    newest snapshots.
     """
     import meshtape as mt
 
     from ..arrays.core.formatting import human_bytes
     from ..storage.browse.model.inventory import Inventory, Query
     from ..storage.browse.model.text import count, visible
+    from ..storage.checkpoint.checkpoint import unread
     from ..storage.loading.runs import beside
     from ..storage.stores import store
     from . import runs
@@ -80,7 +83,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     footer = [count(len(rows), "array"), "", "", human_bytes(total), ""]
     write(columns, lines, title=visible(f"{ckpt.path} ({ckpt.kind}{how})", 10**4), footer=footer)
     if ckpt.skipped:
-        write_text(visible(ckpt.unread()[2:], 10**4))
+        write_text(visible(unread(ckpt.skipped)[2:], 10**4))
     if ckpt.manifest is None and "zarr" not in ckpt.kind.lower() and (steps := beside(store.location(path))):
         write_text(visible(f"checkpoints below: {', '.join(steps)} (meshtape ls {path}/{steps[-1]})", 10**4))
 

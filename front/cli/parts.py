@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import click
+
+from ..storage.browse.model.text import plain
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
 INTEGERS = click.option(
@@ -20,7 +20,7 @@ INTEGERS = click.option(
 def as_json(data: Any) -> str:
     """``data`` for ``--json``. JSON has no NaN and no infinities: they are texts, which ``float`` and ``Number`` read.
 
-    >>> print(as_json({"loss": float("nan"), "shape": (2, 3), "most": -math.inf}))
+    >>> print(as_json({"loss": float("nan"), "shape": (2, 3), "most": -float("inf")}))
     {
       "loss": "NaN",
       "shape": [
@@ -30,17 +30,7 @@ def as_json(data: Any) -> str:
       "most": "-Infinity"
     }
     """
-    return json.dumps(_proper(data), indent=2, allow_nan=False)
-
-
-def _proper(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _proper(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_proper(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return json.dumps(plain(data, str), indent=2, allow_nan=False)
 
 
 def print_json(data: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..storage.blending.blend import BlendReport
 from ..storage.blending.lora import LoraReport
+from ..storage.loading.usage import RepositoryUsage, StepUsage, Usage
 from ..storage.loading.verify import VerifyReport
 from ..storage.transform.convert import ConvertReport
 from ..storage.transform.diff import DiffReport
@@ -28,6 +29,9 @@ _NAMES: dict[type, str] = {
     ConvertReport: _CONVERTED,
     BlendReport: f"{_CONVERTED} made",
     LoraReport: "path ranks energy left notes seconds",
+    Usage: "path file_nbytes=nbytes steps",
+    StepUsage: "path step arrays nbytes=total_size file_nbytes=nbytes freed base",
+    RepositoryUsage: "path file_nbytes=nbytes chunks inlined virtual unreachable",
 }
 
 
@@ -38,7 +42,8 @@ def data(report: Any) -> dict[str, Any]:
     {'path': 'run', 'arrays': 2, 'files': 3, 'file_nbytes': 400, 'seconds': 0.5, 'uncovered': [], 'skipped': []}
     """
     pairs = (pair.partition("=") for pair in _NAMES[type(report)].split())
-    return {name: _plain(getattr(report, of or name)) for name, _, of in pairs}
+    found = {name: _plain(getattr(report, of or name)) for name, _, of in pairs}
+    return found | {"skipped": list(found["skipped"])} if "skipped" in found else found
 
 
 def _plain(value: Any) -> Any:
@@ -46,6 +51,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
+    if type(value) in _NAMES:
+        return data(value)
     if isinstance(value, RankMemory):
         return dataclasses.asdict(value) | {"total": value.total}
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value

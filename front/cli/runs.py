@@ -82,8 +82,7 @@ def show(path: str, as_json: bool) -> bool:
         [
             [
                 r["name"],
-                str(r["arrays"]),
-                human_bytes(r["nbytes"]),
+                *([""] * 2 if r["note"] else [str(r["arrays"]), human_bytes(r["nbytes"])]),
                 r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
                 f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
                 visible(r["note"] or ", ".join(r["marks"] + ([f"delta of {r['base']}"] if r["base"] else [])), 200),
@@ -165,12 +164,9 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     if as_json:
         print_json({"path": path, "dry_run": dry_run, "leftovers": [_plain(x) for x in found]})
     elif not found:
-        silence = (
-            ""
-            if older_than is not None or not store.repository_at(store.location(path))
-            else (" that is a day old (--older-than 0 takes all that no branch or tag leads to)")
-        )
-        click.echo(f"{path}: nothing to remove{silence}")
+        silent = older_than is None and store.repository_at(store.location(path)) is not None
+        young = " that is a day old (--older-than 0 takes all that no branch or tag leads to)" if silent else ""
+        click.echo(f"{path}: nothing to remove{young}")
     else:
         total = human_bytes(sum(x.nbytes for x in found))
         _table(found, f"{'would remove' if dry_run else 'removed'} {total}")
@@ -190,11 +186,12 @@ def du(path: str, as_json: bool) -> None:
     """
     from ..storage import RepositoryUsage, usage
     from ..storage.browse.model.text import visible
+    from .reports import data
     from .tables import Column, write
 
     found = usage(path)
     if as_json:
-        print_json(asdict(found))
+        print_json(data(found))
         return
     title = visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4)
     if isinstance(found, RepositoryUsage):
@@ -209,16 +206,18 @@ def du(path: str, as_json: bool) -> None:
     write(
         [
             Column("checkpoint", name=True),
-            Column("arrays", number=True, rank=1),
-            Column("files", number=True),
+            Column("arrays", number=True, rank=3),
+            Column("bytes", number=True, rank=1),
+            Column("on disk", number=True),
             Column("freed alone", number=True),
             Column("delta of", rank=2),
         ],
         [
             [
                 visible(s.path, 10**5),
-                human_bytes(s.arrays),
-                human_bytes(s.files),
+                str(s.arrays),
+                human_bytes(s.total_size),
+                human_bytes(s.nbytes),
                 human_bytes(s.freed),
                 visible(s.base or "", 200),
             ]

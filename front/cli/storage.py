@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ..arrays.core.formatting import human_bytes, some
-from ..errors import CheckpointExists, Lossy
+from ..errors import Lossy
 from ..storage.browse.model.text import count
 from .parts import CHECKPOINT, JSON, WorkStopped, checked, dtype_names, each, examples, packing, print_json
 
@@ -262,10 +262,6 @@ def _write(
             r = run(src, dst, **options)
         except Lossy as e:
             raise Lossy(str(e).replace("allow_overflow=True", "--allow-overflow")) from None
-        except CheckpointExists:
-            if overwrite:
-                raise
-            raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise WorkStopped(f"interrupted. What was written stays: the same command goes on with {dst}") from None
     text = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"

@@ -10,13 +10,12 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -99,24 +98,31 @@ def leaf_name(path: Sequence[str | int]) -> str:
         return ".".join(map(str, path))
 
 
-def fits(name: str, patterns: str | Iterable[str]) -> bool:
-    """Whether a name is one of these, or matches one as a pattern with ``*``."""
-    each = [patterns] if isinstance(patterns, str) else patterns
-    return any(name == p or fnmatchcase(name, p) for p in each)
+def matching(pattern: str, known: Collection[str]) -> list[str]:
+    """Those of the ``known`` names that a name or pattern takes: one of them takes itself alone.
 
-
-def exactly(patterns: Iterable[str], known: Container[str]) -> list[str]:
-    """Names or patterns, of which those that are ``known`` names match themselves alone.
-
-    >>> exactly(["w[0]", "w*"], {"w[0]", "w0"})
-    ['w[[]0]', 'w*']
+    >>> matching("w[0]", ["w[0]", "w0"]), matching("w*", ["w[0]", "w0"])
+    (['w[0]'], ['w[0]', 'w0'])
     """
-    return [glob.escape(p) if p in known else p for p in patterns]
+    return [pattern] if pattern in known else [n for n in known if fnmatchcase(n, pattern)]
 
 
-def is_wanted(name: str, keys: str | Iterable[str] | None, drop: str | Iterable[str] | None) -> bool:
-    """Whether ``keys`` (None: all) take a name, and ``drop`` does not leave it out."""
-    return (keys is None or fits(name, keys)) and not (drop is not None and fits(name, drop))
+def chooser(
+    keys: str | Iterable[str] | None, drop: str | Iterable[str] | None, known: Container[str]
+) -> Callable[[str], bool]:
+    """Whether ``keys`` (None: all) take a name, and ``drop`` does not leave it out. Those of them that are ``known``
+    names match themselves alone.
+
+    >>> list(filter(chooser(["w*"], "w[0]", {"w[0]", "w0"}), ["w[0]", "w0", "b"]))
+    ['w0']
+    """
+    kept = None if keys is None else patterns_of(keys)
+    left = () if drop is None else patterns_of(drop, "drop takes names or patterns")
+
+    def among(name: str, patterns: Iterable[str]) -> bool:
+        return any(name == p or (p not in known and fnmatchcase(name, p)) for p in patterns)
+
+    return lambda name: (kept is None or among(name, kept)) and not among(name, left)
 
 
 def patterns_of(keys: str | Iterable[str], what: str = "keys are names or patterns") -> list[str]:
@@ -137,7 +143,7 @@ def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -
         if name in first:
             clashes.append(f"  {list(first[name])} and {list(path)} are both named {name!r}")
         first.setdefault(name, path)
-    raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
+    raise CheckpointKeyError("\n".join([f"keys collide ({len(clashes)}):", *clashes, "rename one of each"]))
 
 
 def plain(relative: object, source: str) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
+from ...arrays.core.formatting import count
 from ..base.names import patterns_of
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
@@ -119,7 +120,7 @@ class Blend(ex.Node):
             )
         parsed = self.parsed or read_config(self.config)
         if len(parsed.models()) != len(self.of):
-            raise CheckpointError(f"the configuration names {len(parsed.models())} models, got {len(self.of)}")
+            raise CheckpointError(f"the configuration names {count(len(parsed.models()), 'model')}, got {len(self.of)}")
         if len(parsed.slices) > ex.MOST_READS:
             raise CheckpointError(
                 f"the configuration has {len(parsed.slices)} slices, at most {ex.MOST_READS} are allowed"
@@ -151,6 +152,8 @@ def _blended(
     try:
         models = [held.add(m.path if m.lora is None else lora(m.path, m.lora)) for m in config.models()]
     except NotACheckpoint as e:
+        if "no such file" not in str(e):
+            raise
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
     chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]

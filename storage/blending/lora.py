@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists
-from ..base.names import exactly, is_wanted, patterns_of
+from ..base.names import chooser
 from ..checkpoint.checkpoint import Checkpoint
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS
@@ -22,9 +22,10 @@ from ..loading.open import open_checkpoint
 from ..readers.safetensors import save_safetensors
 from ..readers.tensor import read_box
 from ..rules.casting import cast
+from ..stores import atomic_directory
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
-from ..virtual.adapters import TURNED_MODULES, is_turned_model
+from ..virtual.adapters import ADAPTER, TURNED_MODULES, is_turned_model
 from ..virtual.expressions import refuse_scaled
 from .config import Problems
 from .methods import real
@@ -128,8 +129,10 @@ def extract_lora(
         raise CheckpointExists(f"{target} exists; an adapter is written to a new directory")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"rank is a positive whole number, got {rank!r}")
-    keys, drop = (None if x is None else exactly(patterns_of(x), new) for x in (keys, drop))
-    wanted = [n for n in new if is_wanted(n, keys, drop)]
+    for ckpt in (new, old):
+        if len(ckpt) and all(map(ADAPTER.match, ckpt)):
+            raise CheckpointError(f"{ckpt.path} is an adapter: take models, such as virtual.lora(base, adapter)")
+    wanted = list(filter(chooser(keys, drop, new), new))
     for n in wanted:
         if n not in old:
             problems.append(f"the base has no key {n!r}")
@@ -151,7 +154,10 @@ def extract_lora(
             f"modules have the names of the files; transformers 5 gives those of {type_!r} others, by which PEFT may "
             "find none of them: virtual.lora and lora-merge apply the adapter"
         )
-    with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:
+    with (
+        atomic_directory.room_for(0, target),
+        directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder,
+    ):
         factors, ranks, kept, left = {}, {}, {}, []
         for n in wanted:
             delta = _real(new[n]) - _real(old[n])

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
-from ...arrays.core.formatting import some
-from ..base.names import exactly, fits, is_wanted
+from ...arrays.core.formatting import count, some
+from ..base.names import chooser
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
@@ -154,7 +154,7 @@ class Planner:
         self.config, self.seed, self.integers = config, seed, integers
         self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
         known = {n for p in self.parents.values() for n in p.tensors}
-        self._keys, self._drop = None if keys is None else exactly(keys, known), exactly(drop, known)
+        self._wanted = chooser(keys, drop, known)
         self.names: list[str] = []  # of all arrays, wanted or not
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}
@@ -175,8 +175,8 @@ class Planner:
             self.notes += [f"{m}: {note}" for note in held.notes] if m.lora and isinstance(held, Documents) else []
         self.notes += [fitting.AVERAGED] if self._adapters and len(made) > 1 else []
         self._plan()
-        for pattern in (*(self._keys or ()), *self._drop):
-            if not any(fits(n, pattern) for n in self.names):
+        for pattern in (*(keys or ()), *drop):
+            if not any(map(chooser(pattern, None, known), self.names)):
                 self._faults.add("nothing matches", pattern, CheckpointKeyError)
         known.update(self.names)
         held = [config.parameters, *((s.parameters, [x.parameters for x in s.sources]) for s in config.slices)]
@@ -262,7 +262,7 @@ class Planner:
             held = self.parents[x.model]
             start, stop = x.layers or (0, held.count)
             if stop > held.count:
-                self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
+                self._faults.add(f"{x.model} has {count(held.count, 'layer')}", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
             if x.parameters and x.model == base and self._with_base(x.model):
@@ -332,7 +332,7 @@ class Planner:
 
     def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float, key: Any) -> None:
         self.names.append(name)
-        if not is_wanted(name, self._keys, self._drop):
+        if not self._wanted(name):
             return
         names = [self._named(x, name, n) for x, n in zip(s.sources, found, strict=True)]
         if None in names:

@@ -22,7 +22,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import DRAWINGS, count, human_bytes, some
 from ...arrays.core.tree import Path
-from ..base.names import fits, leaf_name
+from ..base.names import leaf_name, matching
 from ..base.page import Page
 from ..format import manifest
 from ..format.compression import Codec, compression_of
@@ -101,7 +101,9 @@ class StoredArray:
             if self.mesh is None:
                 raise
             axes = ", ".join(f"{name}={n}" for name, n in self.mesh.items())
-            raise IncompleteCheckpoint(f"{e}. It was saved by {math.prod(self.mesh.values())} ranks ({axes})") from None
+            raise IncompleteCheckpoint(
+                f"{e}. It was saved by {count(math.prod(self.mesh.values()), 'rank')} ({axes})"
+            ) from None
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """The elements of a box, or all, as a new NumPy array."""
@@ -222,16 +224,14 @@ class Checkpoint(Mapping[str, StoredArray]):
         if found is None:
             self.refuse_skipped([str(name)])
             close = get_close_matches(str(name), self.arrays, 3, 0.4)
-            hint = f"; close are {', '.join(map(repr, close))}" if close else ""
-            raise CheckpointKeyError(f"{self.path} has no array {name!r}{hint}")
+            hint = f"close are {', '.join(map(repr, close))}" if close else f"it holds {some(self.arrays, 3) or 'none'}"
+            raise CheckpointKeyError(f"{self.path} has no array {name!r}; {hint}")
         return found
 
     def refuse_skipped(self, wanted: Iterable[str]) -> None:
         """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
-        for name in wanted:
-            for n, why in self.skipped.items():
-                if fits(n, name):
-                    raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
+        for found in (n for name in wanted for n in matching(name, self.skipped)):
+            raise CheckpointDTypeError(f"{self.path}: key {found!r} cannot be read: {self.skipped[found]}")
 
     @property
     def places(self) -> set[str]:
@@ -260,8 +260,9 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The leaves of the tree that are not arrays, by name."""
-        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure)}
+        """The leaves of the tree that are not arrays, None among them, by name."""
+        found = ((leaf_name(p), v) for p, v in manifest.scalar_leaves(self.structure, none=True))
+        return {n: v for n, v in found if n not in self.skipped}  # None is what a list has in place of these
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""
@@ -304,12 +305,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         of = "" if self.computed is None or not self.computed.identity else f" = {self.computed.expression}"
         return (
             f"{self.kind} checkpoint {self.path}{of}{step}: {count(len(self), 'array')}, "
-            f"{human_bytes(self.nbytes)}{self.unread()}"
+            f"{human_bytes(self.nbytes)}{unread(self.skipped)}"
         )
-
-    def unread(self) -> str:
-        """The names that cannot be read, as the end of a sentence; empty where all can."""
-        return unread(self.skipped)
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -366,13 +363,14 @@ def flat(
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {}, group=group or {})
 
 
-def unread(skipped: Iterable[str]) -> str:
+def unread(skipped: Mapping[str, str] | list[str]) -> str:
+    """Arrays that cannot be read, with the reasons where they are known, as the end of a sentence.
+
+    >>> unread({}), unread({"a": "dates", "b": "texts"})
+    ('', '; not readable here (2): a (dates), b (texts)')
     """
-    >>> unread([]), unread(["a", "b"])
-    ('', '; not readable here (2): a, b')
-    """
-    names = list(skipped)
-    return f"; not readable here ({len(names)}): {some(names)}" if names else ""
+    told = skipped if isinstance(skipped, list) else [f"{n} ({why})" for n, why in skipped.items()]
+    return f"; not readable here ({len(told)}): {some(told, 4)}" if told else ""
 
 
 def _cut(path: Path, start: str) -> Path:

@@ -30,6 +30,7 @@ import os
 from collections.abc import Iterator
 
 from ...arrays.core.errors import CheckpointExists
+from ...arrays.core.formatting import some
 from ..format import manifest
 from ..stores import owners
 from ..stores.atomic_directory import Folder, discard, new_beside, owned, recover
@@ -84,11 +85,16 @@ def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[s
     """Raise `CheckpointExists` where ``target`` may not be replaced; returns the documents there that stay."""
     if not os.path.lexists(target):
         return []
-    if not overwrite:
-        raise CheckpointExists(f"{target} exists; pass overwrite=True to replace it")
     if os.path.islink(target) or not os.path.isdir(target):
         raise CheckpointExists(f"{target} is not a directory; overwrite=True replaces checkpoint directories alone")
-    return contents.check(target, tables)
+    if overwrite:
+        return contents.check(target, tables)
+    if (held := set(os.listdir(target))) and not held & tables:
+        raise CheckpointExists(
+            f"{target} exists and holds no checkpoint of the kind that is written, but {some(sorted(held))}; choose "
+            "another place"
+        )
+    raise CheckpointExists(f"{target} exists; pass overwrite=True to replace it")
 
 
 def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str]) -> None:

@@ -34,7 +34,7 @@ from ..checkpoint.checkpoint import Checkpoint, flat
 from ..commit.contents import DCP as FILE
 from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import tiled
-from ..format.manifest import decode_json, encode_json
+from ..format.manifest import decode_json, encode_json, sizes
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of, read_into, rows_of
@@ -416,12 +416,6 @@ def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | No
         return located(t, info, head, where, chunk, size)
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise ValueError(f"{str(value)[:80]} is not a list of sizes")
-    return tuple(value)
-
-
 def _tensor(
     root: str, name: str, entry: PickledObject, storage: dict[Any, Any], verify: bool, sums: dict[int, int]
 ) -> DcpTensor:
@@ -430,10 +424,10 @@ def _tensor(
     if kind is None or not isinstance(kind, PickledName):
         raise ValueError(f"{name!r} has no dtype")
     dtype = dtypes.by_name(kind.name.removeprefix("torch."))
-    shape = _sizes(entry.field("size"))
+    shape = sizes(entry.field("size"), "size")
     chunks = []
     for c in entry.field("chunks"):
-        box = Box(_sizes(c.field("offsets")), _sizes(c.field("sizes")))
+        box = Box(sizes(c.field("offsets"), "offset"), sizes(c.field("sizes"), "size"))
         if len(box.shape) != len(shape) or any(a > n for a, n in zip(box.stop, shape, strict=True)):
             raise ValueError(f"{name!r}: a chunk lies outside the tensor")
         info = storage.get((name, box.offset))
@@ -503,7 +497,7 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
         sums = dict(zip(map(id, held.values()), _sums(data, len(held)) if verify else (), strict=False))
         for index, info in held.items():
             offset = index.field("offset") if "offset" in index.state else None
-            storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
+            storage[index.field("fqn"), None if offset is None else sizes(offset, "offset")] = info
         for name, entry in top.field("state_dict_metadata").items():
             try:
                 if entry.name.endswith("TensorStorageMetadata"):

@@ -236,9 +236,11 @@ def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> A
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _sizes(x: Any, least: int) -> tuple[int, ...]:
-    if not isinstance(x, list) or len(x) > _MAX_NDIM or not all(type(n) is int and least <= n < 1 << 63 for n in x):
-        raise ValueError(f"{str(x)[:80]} is not a list of sizes")
+def sizes(x: Any, what: str, least: int = 0) -> tuple[int, ...]:
+    """A list of integers from untrusted text or a pickle; ``what`` it is stands in the error."""
+    fine = isinstance(x, (list, tuple)) and len(x) <= _MAX_NDIM
+    if not fine or not all(type(n) is int and least <= n < 1 << 63 for n in x):
+        raise ValueError(f"{what} {str(x)[:80]} is no list of integers of at least {least}")
     return tuple(x)
 
 
@@ -275,7 +277,7 @@ compression, whether packed, of layout "dual", a delta."""
 def _form(e: dict[str, Any], n_meshes: int) -> _Form:
     packed, dual, delta = (e.get(k, False) for k in ("packed", "dual", "delta"))
     mesh, sharding, nbytes = e["mesh"], e["sharding"], e.get("nbytes", 0)
-    grid = ChunkGrid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+    grid = ChunkGrid(sizes(e["shape"], "shape"), sizes(e["shard"], "shard", 1), sizes(e["chunk"], "chunk", 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
     if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
@@ -307,6 +309,7 @@ def _form(e: dict[str, Any], n_meshes: int) -> _Form:
 
 def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, _Form]) -> ArrayEntry:
     """An entry, whose own members are taken out of ``e``; ``forms`` keeps the others, which were checked."""
+    path: Any = None
     try:
         take = e.pop
         path, objects, sums = take("path"), take("objects"), take("sums", None)
@@ -330,7 +333,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
     except KeyError as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
-        raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
+        raise CorruptCheckpoint(f"{source}: arrays[{number}], of path {str(path)[:80]}: {err}") from None
     own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
     return ArrayEntry(*own, section, zarr, packs if packed else None, dual, delta)
 
@@ -421,11 +424,11 @@ def read(root: str) -> Manifest | None:
     return loads(data, store.join(root, FILE))
 
 
-def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of the leaves of a decoded tree that are not arrays."""
+def scalar_leaves(tree: Any, path: Path = (), none: bool = False) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of the leaves of a decoded tree that are not arrays; of those that are None, where asked."""
     if isinstance(tree, (dict, list, tuple)):
         for k, v in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if type(v) is not Leaf:
-                yield from scalar_leaves(v, (*path, k))
-    elif tree is not None and not isinstance(tree, Leaf):
+                yield from scalar_leaves(v, (*path, k), none)
+    elif (none or tree is not None) and not isinstance(tree, Leaf):
         yield path, tree

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
-from ..base.names import exactly, fits
+from ...arrays.core.formatting import some
+from ..base.names import matching, patterns_of
 
 T = TypeVar("T", bound=Any)
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
@@ -113,7 +114,7 @@ class ShardingChoice:
     """The sharding of each array of these names, from the arguments of `reshard`; collects the meshes that occur."""
 
     def __init__(
-        self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None, names: Container[str]
+        self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None, names: Collection[str]
     ) -> None:
         if not isinstance(mesh, Mapping | None):
             raise CheckpointError(f"mesh= maps axes to lengths, such as {{'model': 4}}, got {mesh!r:.80}")
@@ -127,10 +128,15 @@ class ShardingChoice:
                 raise CheckpointError(f"mesh axis {axis!r} must have a positive length, got {n!r}")
         if isinstance(shardings, Mapping) and mesh is None and shardings:
             raise CheckpointError("shardings as plain data need mesh=, such as mesh={'model': 4}")
-        self.given = shardings
-        patterns = list(shardings) if isinstance(shardings, Mapping) else []
-        self._as = dict(zip(patterns, exactly(patterns, names), strict=True))
-        self.used: set[str] = set()
+        self._choose = shardings if callable(shardings) else None
+        self._placements: dict[str, Any] = {}  # the first pattern that matches a name counts
+        given = {} if callable(shardings) else dict(shardings or {})
+        found = {p: matching(p, names) for p in patterns_of(given, "shardings= maps names or patterns")}
+        for pattern, held in found.items():
+            for name in held:
+                self._placements.setdefault(name, given[pattern])
+        if lost := [p for p, held in found.items() if not held]:  # misspelt, it would leave everything in one block
+            raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {some(names, 12)}")
         self.meshes: list[dict[str, int]] = []
 
     def of(
@@ -139,14 +145,7 @@ class ShardingChoice:
         """(sharding or None, distinct blocks, number of its mesh) of an array; the first pattern that matches
         counts."""
         whole = [Box.whole(shape)]
-        if callable(self.given):
-            placements = self.given(path, shape, dtype)
-        elif self.given is None:
-            return None, whole, None
-        else:
-            pattern = next((p for p in self.given if fits(name, self._as[p])), None)
-            placements = None if pattern is None else self.given[pattern]
-            self.used |= {pattern} if pattern is not None else set()
+        placements = self._choose(path, shape, dtype) if self._choose else self._placements.get(name)
         if placements is None:
             return None, whole, None
         if isinstance(placements, Mapping):
@@ -163,11 +162,3 @@ class ShardingChoice:
         if axes not in self.meshes:
             self.meshes.append(axes)
         return self.meshes.index(axes)
-
-    def check_used(self, known: list[str]) -> None:
-        """Raise where a pattern matched no array: a misspelt one must not leave everything in one block."""
-        if isinstance(self.given, Mapping):
-            # A later pattern may be covered by earlier ones; only one that fits nothing at all is a mistake.
-            lost = [p for p in self.given if p not in self.used and not any(fits(n, p) for n in known)]
-            if lost:
-                raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {', '.join(known[:12])}")

@@ -281,10 +281,9 @@ def load(
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
     kept.skipped = unread_of(ckpt, keys)
-    formless: dict[str, str] = {}
     if like is None and (shardings is None or callable(shardings)):
         picked, formless = loadable(ckpt, picked, keys)
-        kept.skipped += formless
+        kept.skipped |= formless
     ignored = Ignored(ignore, kept)
     with listed_once():
         if like is None:
@@ -324,8 +323,7 @@ def load(
     if report is None and not kept.fits:
         warnings.warn(str(kept), stacklevel=4)
     elif report is None and like is None and kept.skipped:
-        why = {**ckpt.skipped, **formless}[kept.skipped[0]]
-        warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)} ({why})", stacklevel=4)
+        warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)}", stacklevel=4)
 
     if like is not None:
         scalars = held(ckpt, picked)[1]

@@ -17,9 +17,9 @@ from ...arrays.core.errors import (
     CheckpointShapeError,
     ReshardError,
 )
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, exactly, fits, is_wanted, leaf_name, patterns_of
+from ..base.names import check_distinct, chooser, leaf_name, matching, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -56,28 +56,26 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     """
     if keys is None:
         return None
-    patterns = patterns_of(keys)
     known = {a.name: a.path for a in ckpt.arrays.values()}
     known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
     picked: set[Path] = set()
     unused = []
-    for pattern in patterns:
-        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fits(n, pattern)]
-        picked.update(hits)
+    for pattern in patterns_of(keys):
+        hits = matching(pattern, known)
+        picked.update(known[n] for n in hits)
         if not hits and not drop:
             ckpt.refuse_skipped([pattern])
-        if not hits and not any(fits(n, pattern) for n in ckpt.skipped):
+        if not hits and not matching(pattern, ckpt.skipped):
             unused.append(pattern)
     if unused:
         raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(known, _SHOWN)}")
     return picked
 
 
-def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
-    """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
-    known = {*ckpt.arrays, *ckpt.skipped}
-    keys, drop = (None if x is None else exactly(patterns_of(x), known) for x in (keys, drop))
-    return [n for n in ckpt.skipped if is_wanted(n, keys, drop)]
+def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> dict[str, str]:
+    """The arrays that cannot be read and that ``keys`` take and ``drop`` leaves, and why."""
+    wanted = chooser(keys, drop, {*ckpt.arrays, *ckpt.skipped})
+    return {n: why for n, why in ckpt.skipped.items() if wanted(n)}
 
 
 def loadable(
@@ -134,9 +132,9 @@ class Ignored:
 
     def without(self, names: Iterable[str], known: Container[str]) -> list[str]:
         """``names`` without those; ``known`` are all names of both sides."""
-        kept, patterns = [], exactly(self.patterns, known)
+        kept, ignored = [], chooser(self.patterns, None, known)
         for n in names:
-            (self.report.ignored if fits(n, patterns) else kept).append(n)
+            (self.report.ignored if ignored(n) else kept).append(n)
         return kept
 
 
@@ -155,8 +153,8 @@ def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
         return None
     if getattr(leaf, "sharding", None) is not None or not hasattr(leaf, "__array__"):
         raise CheckpointShapeError(
-            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has "
-            "no values to fill the rest with; "
+            f"{source.name}: {count(shape[0], 'row')} stored and {wanted[0]:,} wanted, of an array that is split or "
+            "has no values to fill the rest with; "
             f"grow it by the rule '{source.name} -> {source.name}, pad(axis=0, size={wanted[0]}, fill=mean)'"
         )
     new = np.asarray(leaf if str(getattr(leaf, "device", "cpu")) == "cpu" else leaf.to_device("cpu"))[shape[0] :]
@@ -207,8 +205,8 @@ def match_like(
             grown = None if strict else _grown(source, leaf)
             if grown is not None and (dtype == source.dtype or cast):
                 report.grown[name] = (
-                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are "
-                    "those of like"
+                    f"{name}: {count(source.shape[0], 'row')} stored, the other {leaf.shape[0] - source.shape[0]:,} "
+                    "are those of like"
                 )
                 targets[name] = LoadTarget(grown, dtype, None, leaf)
                 continue

@@ -24,7 +24,9 @@ from ...arrays.core.errors import (
     ParentChanged,
     StoreError,
 )
+from ...arrays.core.formatting import count, some
 from ..base import names, strict_json
+from ..base.malformed import malformed
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -35,7 +37,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
 from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE, described
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
-from ..readers.dual_tensor import DualTensor
+from ..readers.dual_tensor import DualTensor, is_dual
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
@@ -163,10 +165,12 @@ def _open(given: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
         )
-    if store.size(HF_INDEX) is not None:
-        return _open_hugging_face(root, HF_INDEX, verify)
-    if store.size(HF_SINGLE) is not None:
-        return _open_single(root, HF_SINGLE, verify)
+    for file, opens in ((HF_INDEX, _open_hugging_face), (HF_SINGLE, _open_single)):
+        if store.size(file) is not None:
+            ckpt = opens(root, file, verify)
+            if store.size(_ZARR[0]) is not None and not any(is_dual(a.tensor) for a in list(ckpt.values())[:1]):
+                _warn_of_two(root, file, f"a Zarr hierarchy, which is not, as {manifest.FILE} of meshtape is missing")
+            return ckpt
     if any(store.size(n) is not None for n in _ZARR):
         return _open_zarr(root, verify)
     if dcp.is_dcp(root):
@@ -205,6 +209,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
 
 def _shards(store: Store) -> list[str]:
     return [n for n in store.files() if n.endswith(".safetensors")]
+
+
+def _warn_of_two(root: str, opened: str, other: str) -> None:
+    warnings.warn(f"{root} holds two models: {opened}, which is opened, and {other}; remove one of them", stacklevel=7)
 
 
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
@@ -395,7 +403,7 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
         if other := refusals.of_start(path, bytes(start)):
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
-            raise NotACheckpoint(f"{path} is not a safetensors file")
+            raise NotACheckpoint(f"{path} is not a safetensors file, nor one of NumPy or PyTorch")
     tensors, metadata, group = _raw_tensors(path, verify)
     return flat(path, "safetensors", tensors, group or metadata, group=group)
 
@@ -405,11 +413,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     files = sorted(set(weight_map.values()))
     if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
         if files:  # an export without arrays lists none
-            warnings.warn(
-                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} "
-                f"files of {HF_INDEX}; remove one of them",
-                stacklevel=6,
-            )
+            _warn_of_two(root, HF_SINGLE, f"those of {HF_INDEX}, which transformers passes over as well")
         return _open_single(root, HF_SINGLE, verify)
     store = stores.at(root)
     if not files and ((metadata.get("total_size") or 0) != 0 or (store.lists and _shards(store))):
@@ -417,10 +421,9 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
             f"{root}: {index} lists no tensor, though there are some: {_shards(store)[:8] or metadata}; restore the "
             "index, or open one file"
         )
-    lost = [f for f in files if store.size(f) is None]
-    if lost:
+    if lost := [f for f in files if store.size(f) is None]:
         keys = [k for k, f in weight_map.items() if f in lost]
-        raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
+        raise IncompleteCheckpoint(f"{root}: {count(len(lost), 'file')} missing: {some(lost)}; with them {some(keys)}")
     held: dict[str, StoredTensor] = {}
     group: dict[str, Any] = {}
     absent = []
@@ -435,9 +438,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)
     if absent:
-        raise IncompleteCheckpoint(
-            f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
-        )
+        raise IncompleteCheckpoint(f"{root}: {count(len(absent), 'key')} not in the files of the index: {some(absent)}")
     ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, group or metadata, unlisted, group)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, files, others, index if sums else "")
@@ -518,7 +519,7 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)
-    except IncompleteCheckpoint:
+    except (IncompleteCheckpoint, CorruptCheckpoint):
         raise
     except Exception as e:
         if not stores.at(root).lists:
@@ -526,8 +527,10 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
                 f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it "
                 "written there by zarr.consolidate_metadata, or open one array of it"
             ) from None
-        if isinstance(e, CorruptCheckpoint):
-            raise
+        with malformed(f"{root}: zarr cannot list it: {e}"):
+            for name in _nodes(stores.at(root)):
+                with contextlib.suppress(CheckpointDTypeError):
+                    open_array(root, name)  # of which an error has the name
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
     ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]

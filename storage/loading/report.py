@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 
 from ...arrays.core.formatting import ranges
+from ..checkpoint.checkpoint import unread
 from ..rules.casting import CastLoss
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
@@ -58,7 +59,7 @@ class LoadReport:
     that some rank read from several blocks or a part of one. ``mismatched`` holds a line for each array of another
     shape or dtype, ``ignored`` the names that ``ignore`` excused, ``grown`` those that took more rows from ``like``
     than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see
-    `convert`), ``skipped`` what the files hold and cannot be read here. ``print(report)`` shows it in at most 40 lines.
+    `convert`), ``skipped`` what cannot be read here, and why. ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""
@@ -75,7 +76,7 @@ class LoadReport:
     mapping: list[tuple[str, int]] = field(default_factory=list)
     grown: dict[str, str] = field(default_factory=dict)
     losses: dict[str, CastLoss] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -106,7 +107,7 @@ class LoadReport:
             f"{self.bytes_read} bytes read for {self.bytes_needed} needed, {self.seconds:.3f} s"
         )
         lines = [head, *self.problems(), *listed("ignored", self.ignored, 4)]
-        lines += listed("not readable here", self.skipped, 4)
+        lines += [f"  {unread(self.skipped)[2:]}"] if self.skipped else []
         lines += listed("cut in other blocks than stored", self.resharded, 4)
         lines += [f"  {name}: {loss}" for name, loss in self.losses.items()]
         lines += [f"  {rule}  ×{n}" for rule, n in self.mapping]

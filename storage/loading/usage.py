@@ -4,6 +4,7 @@ icechunk repository."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from .open import open_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free; and the name of
-    its base where it is a delta.
+    """A checkpoint: the number of its arrays, the bytes of their elements (``total_size``), of its files (``nbytes``),
+    and those that deleting it alone would free; and the name of its base where it is a delta.
 
     A base is replaced by the first of its deltas when it is deleted: about as many bytes are free as that one has.
     """
@@ -28,7 +29,8 @@ class StepUsage:
     path: str
     step: int | None
     arrays: int
-    files: int
+    total_size: int
+    nbytes: int
     freed: int
     base: str | None = None
 
@@ -107,7 +109,7 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
     >>> for step in (1, 2):
     ...     _ = manager.save(step, {"frozen": np.ones(5000), "w": np.full(3, step)})
     >>> found = usage(manager.directory)
-    >>> [s.arrays for s in found.steps], found.nbytes < sum(s.files for s in found.steps) - 40_000
+    >>> [s.total_size for s in found.steps], found.nbytes < sum(s.nbytes for s in found.steps) - 40_000
     ([40024, 40024], True)
     """
     where = store.location(directory)
@@ -117,15 +119,19 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
         held = chunks.native_bytes, chunks.inlined_bytes, chunks.virtual_bytes, garbage.bytes_deleted
         return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
     runs.warn_of_others(where)
-    whole = {n: c for n, c in runs.of_others(where).items() if isinstance(c, Checkpoint)}
-    steps = [_of_another(store.join(where, n), c, numbered.series(n)[1]) for n, c in whole.items()]
-    for path in [] if steps else [c.path for c in numbered.complete(where)] or [where]:
+    steps = []
+    for n, c in runs.of_others(where).items():
+        if isinstance(c, Checkpoint):
+            steps.append(_of_another(store.join(where, n), c, numbered.series(n)[1]))
+        else:
+            warnings.warn(f"skipped {store.join(where, n)}: {c}", stacklevel=2)
+    for path in [] if steps else [c.path for c in numbered.complete(where, True)] or [where]:
         root = atomic_directory.resolve(path)
         if (held := manifest.read(root)) is None:
             steps.append(_of_another(path, ckpt := open_checkpoint(root), ckpt.step))
             continue
         nbytes, base = sum(a.nbytes for a in held.arrays), held.base and held.base.name
-        steps.append(StepUsage(path, held.step, nbytes, *_files(root), base))
+        steps.append(StepUsage(path, held.step, len(held.arrays), nbytes, *_files(root), base))
     first: dict[str | None, int] = {}
     for s in steps:
         first.setdefault(s.base, s.freed)
@@ -134,4 +140,4 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
 
 
 def _of_another(path: str, ckpt: Checkpoint, step: int | None) -> StepUsage:
-    return StepUsage(path, step, ckpt.nbytes, *_files(atomic_directory.resolve(path)))
+    return StepUsage(path, step, len(ckpt), ckpt.nbytes, *_files(atomic_directory.resolve(path)))

@@ -34,7 +34,7 @@ _BATCH = 8 << 20  # bytes of one read
 class VerifyReport:
     """Report of `verify`: arrays, files, bytes, seconds.
 
-    ``uncovered`` names files without a checksum, which were not compared; ``skipped`` names arrays that cannot be read.
+    ``uncovered`` names files without a checksum, which were not compared; ``skipped`` says why arrays cannot be read.
     """
 
     path: str
@@ -43,7 +43,7 @@ class VerifyReport:
     nbytes: int
     seconds: float
     uncovered: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_bare(self) -> bool:
@@ -105,7 +105,7 @@ def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> Ve
             rest.append(r.path)
         else:
             rest += [stores.join(r.path, name) for name in r.uncovered]
-    return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, list(ckpt.skipped))
+    return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, ckpt.skipped)
 
 
 def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False) -> VerifyReport:
@@ -116,9 +116,7 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
         root = stores.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
         files, nbytes = verify_others(ckpt, root, lenient)
         rest = [] if ckpt.kind in _FILES and given == ckpt.path else _others(root, files)
-        return VerifyReport(
-            ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest, list(ckpt.skipped)
-        )
+        return VerifyReport(ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest, ckpt.skipped)
     tensors = [stored_of(a.tensor) for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:

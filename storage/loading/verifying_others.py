@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
+from ...arrays.core.formatting import count, some
 from ..checkpoint.checkpoint import Checkpoint
 from ..foreign.icechunk import IcechunkTensor
 from ..format.documents import Documents
@@ -81,7 +82,7 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
     refuse(ckpt.path, faults, "tensors or documents")
     if bare and not lenient:
         raise CheckpointError(
-            f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: "
-            f"{', '.join(t.name for t in bare[:8])}"
+            f"{ckpt.path}: {len(bare):,} of {count(len(tensors), 'tensor')} without checksums; the others are whole: "
+            f"{some(t.name for t in bare)}"
         )
     return files | {f.removeprefix(store.join(root, "")) for t in held for f in t.files}, nbytes + extra

@@ -34,7 +34,7 @@ from ...arrays.core.errors import (
     ProgramError,
     ShapeError,
 )
-from ...arrays.core.formatting import human_bytes
+from ...arrays.core.formatting import count, human_bytes
 from ...arrays.core.op import state
 from ...arrays.core.program import Program, last_uses, trace
 from ...arrays.ops.creation import asarray
@@ -398,7 +398,7 @@ class LoadedProgram:
                 self._bind(held[key], wanted, f"{where}, {key}", env)
 
     def __repr__(self) -> str:
-        return f"LoadedProgram({len(self.program.inputs)} arrays, {len(self.program.entries)} entries)"
+        return f"LoadedProgram({count(len(self.program.inputs), 'array')}, {count(len(self.program.entries), 'entry')})"
 
 
 def _structure(x: Any, variables: Any, where: str) -> Any:

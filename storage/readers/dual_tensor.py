@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, index_text
-from ..format.manifest import Manifest, read
-from ..format.zarr_format import dual_shard
+from ..format.manifest import ArrayEntry, Manifest, read
+from ..format.zarr_format import DUAL_INDEX, dual_shard
 from ..stores import store
 from ..stores.contract import Store
 from ..stores.generations import Generation
 from .raw_tensor import RawTensor
 from .reading import opened
-from .safetensors import build_header
+from .safetensors import build_header, read_header
 from .tensor import ChunkedTensor
 
 Coord = tuple[int, ...]
@@ -102,16 +102,24 @@ class DualTensor(ChunkedTensor):
                 yield f"{path} (key {self.name!r}): its Zarr index is damaged; the values may be whole"
 
 
-def at_folder(root: str, verify: bool) -> DualTensor | None:
-    """The array of layout "dual" whose folder that is, by the manifest beside; None where that has none there."""
+def at_folder(root: str, verify: bool) -> DualTensor | ArrayEntry | None:
+    """The array whose folder that is, by the manifest beside: of layout "dual" its tensor, of others what that says of
+    it; None where there is none."""
     above, directory = store.split(root)
     if not directory or (m := read(above)) is None:
         return None
     for e in m.arrays:
-        if e.dual and e.directory == directory:
+        if e.packs is None and e.directory == directory:
+            if not e.dual:
+                return e
             sums = None if e.sums is None else StoredSums(above, m.sums or "", e.sums, e.grid, e.name)
             return DualTensor(above, e.name, e.dtype, e.grid, e, verify, sums)
     return None
+
+
+def is_dual(tensor: Any) -> bool:
+    """Whether a tensor of safetensors lies in a shard of a Zarr hierarchy."""
+    return isinstance(tensor, RawTensor) and DUAL_INDEX in read_header(tensor.path).tensors
 
 
 class HuggingFaceForm(NamedTuple):

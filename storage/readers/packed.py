@@ -15,7 +15,6 @@ from ..base.checksums import crc32c
 from ..format import dtypes, manifest
 from ..format.stored_objects import StoredObject
 from ..stores import store
-from ..stores.contract import Reader
 from .reading import Job, RangeJob, opened
 from .tensor import ChunkedTensor, buffer_of, view
 
@@ -66,13 +65,6 @@ class PackedBlocks(ChunkedTensor):
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
         stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)
         out.view(dtypes.bits(self.dtype))[...] = view(stored, local)
-
-    def check_length(self, reader: Reader, coord: tuple[int, ...], path: str) -> None:
-        nbytes, wanted = reader.nbytes, self.objects[coord].file_nbytes
-        if nbytes != wanted:
-            raise CorruptCheckpoint(
-                f"{path} has {nbytes} bytes, the manifest says {wanted} (it holds part of {self.name!r})"
-            )
 
     def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.unfit(coord)}; restore the file or another checkpoint")

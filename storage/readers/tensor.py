@@ -19,7 +19,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ...arrays.native.copies import stream
 from ..base import names, strict_json
 from ..base.checksums import crc32c
@@ -139,7 +139,7 @@ class ChunkedTensor:
         if lost:
             self.generation.check()
             raise IncompleteCheckpoint(
-                f"{self.root}: {len(lost)} of the {len(self.objects)} files of key {self.name!r} are missing: "
+                f"{self.root}: {len(lost):,} of {count(len(self.objects), 'file')} of key {self.name!r} missing: "
                 f"{some(lost)}; restore them or another checkpoint"
             )
 
@@ -230,8 +230,8 @@ class ChunkedTensor:
         return value
 
     def check_length(self, reader: Reader, coord: tuple[int, ...], path: str) -> None:
-        wanted = self.objects[coord].nbytes
-        if reader.nbytes != wanted:
+        held = self.objects[coord]
+        if reader.nbytes != (wanted := held.nbytes if held.file_nbytes < 0 else held.file_nbytes):
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
 
     def cut(self, path: str) -> CorruptCheckpoint:

@@ -28,6 +28,7 @@ from ..base import names, strict_json
 from ..base.locations import SCHEMES
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
+from ..format.manifest import FILE
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import store as stores
 from ..stores.generations import ABSENT, NONE, Generation, Listed
@@ -69,9 +70,10 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     """
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
-    like_ours = array.shards and form is not None and form.separator == "."
-    if like_ours and (dual := at_folder(stores.join(root, node) if node else root, verify)) is not None:
-        return dual
+    like_ours = form is not None and form.separator == "."
+    ours = at_folder(stores.join(root, node) if node else root, verify) if like_ours else None
+    if isinstance(ours, DualTensor):
+        return ours
     old = getattr(array.metadata, "dimension_separator", ".")
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
@@ -89,7 +91,7 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     key = node or root_key(root)
     of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
     held, dims = _given(array)
-    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=held, dims=dims)
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, ours is not None, attributes=held, dims=dims)
 
 
 def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
@@ -148,9 +150,10 @@ class ByLibrary:
 
 
 class GridTensor(ByLibrary):
-    """Base of those whose chunks have keys of Zarr. See `ZarrTensor` for ``missing``."""
+    """Base of those whose chunks have keys of Zarr. See `ZarrTensor` for ``missing`` and ``listed``."""
 
     __slots__ = ()
+    listed = False
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""
@@ -183,20 +186,22 @@ class GridTensor(ByLibrary):
             raise CheckpointError(
                 f"{self.root}: key {self.name!r} of shape {self.shape} is larger than any memory; read slices of it"
             )
-        if self.missing != "fill":
+        if self.listed or self.missing != "fill":
             self._tell(*self.lost())
             if self.missing == "warn" and stores.at(self.root).lists:  # of all that is not there, at once
                 object.__setattr__(self, "missing", "fill")
 
     def _tell(self, first: list[str], count: int) -> None:
         """Raise `IncompleteCheckpoint`, or warn, where chunks are not there."""
-        if count and self.missing != "fill":
+        if count and (self.listed or self.missing != "fill"):
             what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
             text = (
                 f"{self.root}: {count} {what} of key {self.name!r} {are} not there "
-                f"({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
-                "written because all is the fill value, as which Zarr reads them"
+                f"({', '.join(first)}{', …' if count > len(first) else ''})"
             )
+            if self.listed:
+                raise IncompleteCheckpoint(f"{text}, which {FILE} above it lists; restore, or load another checkpoint")
+            text += ": lost, or never written because all is the fill value, as which Zarr reads them"
             if self.missing == "error":
                 raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
             warnings.warn(text, stacklevel=6)
@@ -208,7 +213,7 @@ class ZarrTensor(GridTensor):
 
     ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``,
     ``"warn"`` or ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look
-    alike.
+    alike. Ours do not: a ``listed`` array is of a checkpoint whose manifest has all of its chunks.
     """
 
     how: ClassVar[str] = "a Zarr array that another program wrote"
@@ -219,6 +224,7 @@ class ZarrTensor(GridTensor):
     dtype: np.dtype
     chunk: tuple[int, ...]
     encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
+    listed: bool = False
     missing: str = "warn"
     generation: Generation = NONE
     held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process

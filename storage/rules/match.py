@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
-from ...arrays.core.formatting import ranges
+from ...arrays.core.formatting import count, ranges
 from ..base.names import patterns_of
 from . import text
 from .dequantized import is_quantized, not_followed
@@ -395,7 +395,9 @@ class BoundRules:
         else:
             targets = [make(*values) for make in makers]
         if len(targets) != len(result):
-            raise RuleConflict(f"{len(result)} arrays are given to {len(targets)} targets by the rule\n  {rule.shown}")
+            raise RuleConflict(
+                f"{count(len(result), 'array')} given to {count(len(targets), 'target')} by the rule\n  {rule.shown}"
+            )
         self.applied.append(Applied(rule, keys, targets, steps, stages, agreed))
         for name, tensor in zip(targets, result, strict=True):
             given = self.temporary if name[:1] == "$" else self.given

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointShapeError, RuleConflict, RuleSyntaxError
+from ...arrays.core.formatting import count
 
 
 class NotInvertible(ValueError):
@@ -29,9 +30,9 @@ def the_one(values: Sequence[Any], what: str) -> Any:
     return first
 
 
-def expect(count: int, tensors: Sequence[Any], what: str) -> None:
-    if len(tensors) != count:
-        raise RuleConflict(f"{what} takes {count} arrays, got {len(tensors)}")
+def expect(wanted: int, tensors: Sequence[Any], what: str) -> None:
+    if len(tensors) != wanted:
+        raise RuleConflict(f"{what} takes {count(wanted, 'array')}, got {len(tensors)}")
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...arrays.core.formatting import some
 from ...arrays.core.tree import flatten_with_path, map_with_path
 from ..base.leaves import taken
 from ..base.malformed import malformed
-from ..base.names import exactly, fits, leaf_name, patterns_of
+from ..base.names import chooser, leaf_name, matching, patterns_of
 from ..format import dtypes
 from ..rules.casting import count_lost_rows
 from ..rules.dequantized import MARK, MARKS, scale_beside
@@ -98,14 +98,13 @@ def quantize(
             "allow_again=True"
         )
     given, leaves = patterns_of(keys), {leaf_name(path): leaf for path, leaf in flatten_with_path(tree)}
-    patterns = exactly(given, leaves)
-    refuse_quantized(leaves, patterns)
-    if unused := [p for p in patterns if p != "*" and not any(fits(name, p) for name in leaves)]:
+    refuse_quantized(leaves, wanted := chooser(given, None, leaves))
+    if unused := [p for p in given if p != "*" and not matching(p, leaves)]:
         raise CheckpointKeyError(f"nothing matches {unused}; the tree holds {some(leaves, 12)}")
 
     def one(path: Any, leaf: Any) -> Any:
         name = leaf_name(path)
-        if not fits(name, patterns):
+        if not wanted(name):
             return leaf
         leaf = taken(leaf, f"key {name!r}")
         kind = np.dtype(leaf.dtype).name if hasattr(leaf, "dtype") else ""
@@ -126,9 +125,8 @@ def quantize(
     return map_with_path(one, tree)
 
 
-def refuse_quantized(leaves: Mapping[str, Any], patterns: Iterable[str]) -> None:
-    """Raise where one of the leaves, by name, is quantised as its mark or its dtype says, and its scales fit the
-    patterns."""
+def refuse_quantized(leaves: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
+    """Raise where one of the leaves, by name, is quantised as its mark or its dtype says, and its scales are wanted."""
     found = {n.removesuffix(MARK).removesuffix("."): f"{n.removesuffix(MARK)}scale" for n in leaves if n.endswith(MARK)}
     for name, leaf in leaves.items():
         kind = str(getattr(leaf, "dtype", "")).removeprefix("torch.")
@@ -136,7 +134,7 @@ def refuse_quantized(leaves: Mapping[str, Any], patterns: Iterable[str]) -> None
         if scale is not None:
             found.setdefault(name.removesuffix(".q"), scale)
     for name, scale in found.items():
-        if fits(scale, patterns):
+        if wanted(scale):
             raise CheckpointError(
                 f"key {name!r} is quantised already: restore it first (tree, times = dequantize(tree)), or leave it "
                 "out of keys="

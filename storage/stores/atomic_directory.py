@@ -149,6 +149,8 @@ def make_parents(target: str) -> None:
         return
     parent, lost = os.path.dirname(os.path.abspath(target)), []
     while not os.path.isdir(parent):
+        if os.path.isfile(parent):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), parent)
         lost.append(parent)
         parent = os.path.dirname(parent)
     for folder in reversed(lost):

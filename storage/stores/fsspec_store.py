@@ -162,21 +162,27 @@ class FsspecStore(Store):
     def reader(self, name: str) -> Reader:
         return _FsspecReader(self.root, name)
 
-    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
-        def once() -> list[StoredObjectInfo]:
+    def _listed(self, under: str, ask: Callable[[Any, str], Any]) -> tuple[str, Any]:
+        """The path of the root, and what the file system lists below a place; nothing where that is not there."""
+
+        def once() -> tuple[str, Any]:
             held, base = filesystem(self.root)
             held.invalidate_cache()
             try:
-                found = held.find(f"{base}/{under}".rstrip("/"), withdirs=False, detail=True)
+                return base, ask(held, f"{base}/{under}".rstrip("/"))
             except FileNotFoundError:
-                return []
-            return [
-                StoredObjectInfo(path[len(base) :].lstrip("/"), int(info["size"]), _modified(info), _tag(info))
-                for path, info in found.items()
-                if path.rstrip("/") != base and info["type"] == "file"
-            ]
+                return base, {}
 
-        return iter(sorted(_asked(once, join(self.root, under), "a list of its names"), key=lambda e: e.name))
+        return _asked(once, join(self.root, under), "a list of its names")
+
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
+        base, found = self._listed(under, lambda held, at: held.find(at, withdirs=False, detail=True))
+        every = (
+            StoredObjectInfo(path[len(base) :].lstrip("/"), int(info["size"]), _modified(info), _tag(info))
+            for path, info in found.items()
+            if path.rstrip("/") != base and info["type"] == "file"
+        )
+        return iter(sorted(every, key=lambda e: e.name))
 
     def folders(self) -> list[str]:
         return self._children("directory")
@@ -185,14 +191,6 @@ class FsspecStore(Store):
         return self._children("file")
 
     def _children(self, kind: str) -> list[str]:
-        def once() -> list[str]:
-            held, base = filesystem(self.root)
-            held.invalidate_cache()
-            try:
-                found = held.ls(base, detail=True)
-            except FileNotFoundError:
-                return []
-            paths = [str(info["name"]).rstrip("/") for info in found if info["type"] == kind]
-            return sorted(path.rpartition("/")[2] for path in paths if path != base)
-
-        return _asked(once, self.root, "a list of its names")
+        base, found = self._listed("", lambda held, at: held.ls(at, detail=True))
+        paths = [str(info["name"]).rstrip("/") for info in found if info["type"] == kind]
+        return sorted(path.rpartition("/")[2] for path in paths if path != base)

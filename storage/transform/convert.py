@@ -107,7 +107,7 @@ class Selection:
     paths: dict[str, tuple[str | int, ...]]
     structure: Any
     skipped: list[str]  # values
-    unread: list[str]
+    unread: dict[str, str]  # and why
     compression: Compression  # of what is read
     dtype: np.dtype | None = None  # that all floating arrays were converted to
     reserved: int = 0  # bytes of what is read ahead
@@ -262,7 +262,6 @@ def zarr_sink(
             choose_dual(items[-1])
         if not items[-1].said:  # a pack has no place for it
             packs.choose(items[-1], lambda *_, boxes=boxes: boxes, pack)
-    choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
     tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
@@ -445,8 +444,7 @@ def convert(
             allow_overflow=allow_overflow,
         )
     if held.unread:
-        why = held.ckpt.skipped[held.unread[0]]
-        warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)} ({why})", stacklevel=3)
+        warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)}", stacklevel=3)
     return ConvertReport(
         target,
         len(tensors),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ..base.arguments import check_positive
-from ..base.names import exactly, is_wanted, patterns_of
+from ..base.names import chooser, patterns_of
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -22,8 +21,6 @@ from ..readers.tensor import read_into
 from .attributes import attributes_apart
 from .convert import Selection
 from .plan import MEMORY_LIMIT
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class ArrayDiff:
         told = [f"shape {a} and {b}"] * (a != b) + [f"dtype {c} and {d}"] * (c != d)
         told += [f"{k} {x!r:.40} and {y!r:.40}" for k, (x, y) in self.attributes.items()]
         if self.different:
-            told += [f"{self.different} of {self.size} elements", f"max abs {self.max_abs:.6g}"]
+            told += [f"{self.different:,} of {count(self.size, 'element')}", f"max abs {self.max_abs:.6g}"]
             told.append(f"max rel {self.max_rel:.6g}")
         elif self.different is not None:
             told.append("equal values" if told else "equal values, other bits")
@@ -60,9 +57,11 @@ class ArrayDiff:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """Names on one side alone, arrays and values that differ, and the number of arrays that are equal to the bit.
+    """Names of arrays and values on one side alone, arrays and values that differ, and the number of arrays that are
+    equal to the bit. A value may be None, which is not the same as one that is absent; of a name that is an array on
+    the other side, ``values`` has that array's dtype and shape.
 
-    ``skipped`` names arrays that cannot be read on either side."""
+    ``skipped`` names arrays that cannot be read on either side, and why."""
 
     a: str
     b: str
@@ -71,7 +70,7 @@ class DiffReport:
     arrays: list[ArrayDiff]
     values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     equal: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -79,14 +78,14 @@ class DiffReport:
         return not (self.only_a or self.only_b or self.arrays or self.values or self.skipped)
 
     def __str__(self) -> str:
-        lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ{unread(self.skipped)}"]
+        lines = [f"{count(self.equal, 'array')} equal, {len(self.arrays)} differ{unread(self.skipped)}"]
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 lines.append(f"only in {where} ({len(names)}): {some(names, 12)}")
-        lines += [f"{name}: {a!r} and {b!r}" for name, (a, b) in list(self.values.items())[:20]]
-        lines += map(str, self.arrays[:40])
-        if len(self.arrays) > 40:
-            lines.append(f"… and {len(self.arrays) - 40} more arrays")
+        values = [f"{name}: {a!r} and {b!r}" for name, (a, b) in self.values.items()]
+        for held, most, thing in ((values, 20, "value"), (self.arrays, 40, "array")):
+            lines += map(str, held[:most])
+            lines += [f"… and {count(len(held) - most, f'more {thing}')}"] if len(held) > most else []
         return "\n".join(lines)
 
 
@@ -137,40 +136,36 @@ def diff(
     left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
     keys = None if keys is None else patterns_of(keys)
-    drop = None if drop is None else patterns_of(drop, "drop takes names or patterns")
-    known = {*left.arrays, *right.arrays}
-    chosen = [None if x is None else exactly(x, known) for x in (keys, drop)]
-    wanted = partial(is_wanted, keys=chosen[0], drop=chosen[1])
-    ours = {n: t for n, t in left.arrays.items() if wanted(n)}
-    theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
+    held = [{**side.arrays, **side.ckpt.leaves} for side in (left, right)]
+    wanted = chooser(keys, drop, held[0].keys() | held[1].keys())
+    ours, theirs = ({n: x for n, x in side.items() if wanted(n)} for side in held)
     if keys is not None and not ours and not theirs:
-        raise CheckpointError(f"neither checkpoint has an array that matches {keys}")
+        raise CheckpointError(f"neither checkpoint has an array or a value that matches {keys}")
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    both, known = [n for n in ours if n in theirs], dict[str, Any]()
-    said = {n: attributes_apart(ours[n], theirs[n], known) for n in both}
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), both)
+    known = dict[str, Any]()
+    said = {n: attributes_apart(t, theirs[n], known) for n, t in ours.items() if n in left.arrays and n in right.arrays}
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), list(said))
+    others = [n for n in ours if n in theirs and n not in said]
     return DiffReport(
         left.ckpt.path,
         right.ckpt.path,
         [n for n in ours if n not in theirs],
         [n for n in theirs if n not in ours],
         [d for d in found if d is not None],
-        _values(left, right, wanted),
+        {n: (x, y) for n in others if _apart(x := _said(ours[n]), y := _said(theirs[n]))},
         sum(d is None for d in found),
-        list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
+        {n: why for n, why in {**right.unread, **left.unread}.items() if wanted(n)},
     )
 
 
-def _values(left: Selection, right: Selection, wanted: Callable[[str], bool]) -> dict[str, tuple[Any, Any]]:
-    a, b = left.ckpt.leaves, right.ckpt.leaves
-    out = {}
-    for name in dict.fromkeys([*a, *b]):
-        x, y = a.get(name, _MISSING), b.get(name, _MISSING)
-        both_nan = isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
-        if wanted(name) and not both_nan and (type(x) is not type(y) or x != y):
-            out[name] = (None if x is _MISSING else x, None if y is _MISSING else y)
-    return out
+def _said(x: Any) -> Any:
+    """A value; of an array its dtype and shape."""
+    return {"dtype": x.dtype.name, "shape": list(x.shape)} if hasattr(x, "dtype") else x
+
+
+def _apart(x: Any, y: Any) -> bool:
+    return type(x) is not type(y) or (x != y and not (x != x and y != y))  # two NaN are equal
 
 
 def _compare(name: str, a: Any, b: Any, said: dict[str, tuple[Any, Any]], limit: int, values: bool) -> ArrayDiff | None:

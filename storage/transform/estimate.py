@@ -72,7 +72,7 @@ class Estimate:
         if self.safetensors is not None:
             hf = f"{human_bytes(self.safetensors)} as safetensors in {count(len(self.files), 'file')}"
         return (
-            f"{self.arrays:,} arrays, {self.elements:,} elements, {human_bytes(self.nbytes)}\n"
+            f"{count(self.arrays, 'array')}, {count(self.elements, 'element')}, {human_bytes(self.nbytes)}\n"
             f"on disk: {most}{human_bytes(self.zarr)} as Zarr{how}, {hf}\n"
             f"{count(len(self.ranks), 'rank')}, the largest: {human_bytes(worst.total)} ({parts})"
         )
@@ -182,7 +182,6 @@ def estimate(
         sums[:, 2] += state * OPTIMIZERS[optimizer] * each
         if kind.itemsize < each:
             sums[:, 3] += state * each
-    choice.check_used(list(held))
 
     sizes = [(n, math.prod(s) * d.itemsize) for n, (s, d) in held.items()]
     groups = split_files(sizes, max_shard_bytes)

@@ -293,7 +293,9 @@ def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
     except CheckpointError:  # which is a ValueError
         raise
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{file} is not there, which says the rank and alpha of the adapter") from None
+        raise CheckpointError(
+            f"{store.split(file)[0]} is no adapter of PEFT, which is a directory with {_CONFIG} beside its factors"
+        ) from None
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{file}: {e}") from None
     if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:

@@ -360,13 +360,12 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     store.refuse_folder(where)
     at, name = store.holding(where)
     at.refuse_writes()
-    if at.size(name) is not None and (not read_document(where).startswith(START) or not overwrite):
-        what = (
-            "exists; pass overwrite=True"
-            if overwrite is False
-            else "is no virtual checkpoint, and only those are replaced"
-        )
-        raise CheckpointExists(f"{where} {what}, or choose another name")
+    exists = CheckpointExists(f"{where} exists; pass overwrite=True, or choose another name")
+    if at.size(name) is not None:
+        if not read_document(where).startswith(START):
+            raise CheckpointExists(f"{where} is no virtual checkpoint, which alone is replaced: choose another name")
+        if not overwrite:
+            raise exists
     data = dumps(ckpt.computed.expression, where)
     try:
         loads(data, where)
@@ -375,6 +374,6 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     with atomic_directory.writing(where):
         try:
             at.put(name, data, new=not overwrite)
-        except FileExistsError:
-            raise CheckpointExists(f"{where} exists; pass overwrite=True, or choose another name") from None
+        except FileExistsError as e:
+            raise e if isinstance(e, CheckpointExists) else exists from None
     return where

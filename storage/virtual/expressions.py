@@ -25,7 +25,8 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
 )
-from ..base.names import exactly, fits, leaf_name
+from ...arrays.core.formatting import count
+from ..base.names import chooser, leaf_name, matching
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
@@ -66,22 +67,22 @@ def numbers(x: Any) -> tuple[float, ...]:
     return tuple(map(number, _sequence(x)))
 
 
-def flag(x: Any) -> bool:
-    if not isinstance(x, bool):
-        raise CheckpointError(f"{x!r:.40} is neither true nor false")
-    return x
+def _is(kind: type, otherwise: str) -> Callable[[Any], Any]:
+    def form(x: Any) -> Any:
+        if not isinstance(x, kind):
+            raise CheckpointError(f"{x!r:.40} {otherwise}")
+        return x
+
+    return form
+
+
+flag, text = _is(bool, "is neither true nor false"), _is(str, "is no text")
 
 
 def index(x: Any) -> int:
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or not 0 <= x < 1 << 62:
         raise CheckpointError(f"{x!r:.40} is no whole number from 0 on")
     return int(x)
-
-
-def text(x: Any) -> str:
-    if not isinstance(x, str):
-        raise CheckpointError(f"{x!r:.40} is no text")
-    return x
 
 
 INTEGERS = ("equal", "first", "last")
@@ -147,7 +148,7 @@ class Node:
         least, most = self.operands
         if not least <= len(self.of) <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
-            raise CheckpointError(f"{self.kind} is made of {wanted} checkpoints, got {len(self.of)}")
+            raise CheckpointError(f"{self.kind} is made of {count(wanted, 'checkpoint')}, got {len(self.of)}")
         for name, form in self.params.items():
             try:
                 object.__setattr__(self, name, form(getattr(self, name)))
@@ -274,7 +275,9 @@ class Arithmetic(Node):
 
     def check(self) -> None:
         if len(self.terms) != len(self.of):
-            raise CheckpointError(f"{self.kind} of {len(self.of)} checkpoints has {len(self.terms)} weights")
+            raise CheckpointError(
+                f"{self.kind} of {count(len(self.of), 'checkpoint')} has {count(len(self.terms), 'weight')}"
+            )
 
     def _told_of_adapters(self) -> str:
         """A note on sums of factors. Raises where their weights would change each product by their square."""
@@ -443,8 +446,8 @@ class Quantize(Node):
         stored, held, known = list(base.arrays.values()), dict[str, StoredArray](), dict[str, Any]()
         label = str(self)
         marks = {leaf_name(path): value for path, value in scalar_leaves(base.structure)}
-        keys = exactly(self.keys, base.arrays)
-        refuse_quantized({**base.arrays, **marks}, keys)
+        wanted = chooser(self.keys, None, base.arrays)
+        refuse_quantized({**base.arrays, **marks}, wanted)
         select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
@@ -455,7 +458,7 @@ class Quantize(Node):
 
         def one(leaf: Leaf) -> Any:
             a = stored[leaf.index]
-            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not fits(a.name, keys):
+            if a.dtype.name not in dtypes.FLOATS or not a.nbytes or not a.shape or not wanted(a.name):
                 return put(a.path, a.tensor)
             refuse_packed(a.name, [a.tensor], [base.path], True, known)
             q = RowIntegers(f"{a.name}.q", a.tensor, LEVELS[self.bits])
@@ -502,8 +505,7 @@ class Rows(Node):
         before = {n: a.tensor for n, a in base.arrays.items()}
         arrays, cut = dict(before), set[tuple[str, int]]()
         for pattern, axis, start, stop in self.ranges:
-            found = [n for n in arrays if fits(n, exactly([pattern], arrays))]
-            if not found:
+            if not (found := matching(pattern, arrays)):
                 base.refuse_skipped([pattern])
                 raise CheckpointKeyError(f"{base.path}: nothing matches {pattern!r}, of which rows are wanted")
             for n in found:

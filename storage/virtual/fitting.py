@@ -77,6 +77,9 @@ def are_adapters(made: Sequence[Checkpoint]) -> bool:
     """Whether these are adapters of PEFT. Raises where factors would be added that stand for other products."""
     configs = [config_of(c.documents, "adapter_config.json") for c in made]
     for ckpt, config in zip(made, configs, strict=True):
+        if bool(config) != bool(configs[0]):
+            model, adapter = (c.path for c in (made[0], ckpt)[:: -1 if configs[0] else 1])
+            raise CheckpointError(f"{adapter} is an adapter, and {model} has no adapter_config.json. {EXACT}")
         for key, (ours, theirs) in _of_scales(configs[0], config):
             raise CheckpointError(
                 f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import io
+import itertools
 import json
 import os
 import re
@@ -73,7 +74,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
     [
         ("nothing", "Error: .*nothing: no such file or directory"),
         ("program", "is a program file"),
-        ("text", "is not a safetensors file"),
+        ("text", "is not a safetensors file, nor one of NumPy or PyTorch"),
         ("text.json", "is not a safetensors file.*document of a virtual checkpoint"),
         ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
         ("https://me:hush-hush@host/x?signature=hush-hush", "credentials come from the environment"),
@@ -118,6 +119,39 @@ def test_mistakes_in_rules_are_shown_with_file_and_line(text: bytes, match: str,
     assert "w" in mt.open_checkpoint(tmp_path / "out")
 
 
+def test_a_model_where_an_adapter_is_wanted_and_the_other_way_round(tmp_path: Path) -> None:
+    for name, k in (("m", 0.0), ("t", 1.0)):
+        mt.storage.save_safetensors(tmp_path / f"{name}.safetensors", {"q.weight": np.full((4, 4), k, "f4")})
+    m, t, ad, out = (str(tmp_path / name) for name in ("m.safetensors", "t.safetensors", "ad", "out"))
+    mt.storage.extract_lora(t, m, ad, rank=1)
+    held = {"merge_method": "linear", "models": [{"model": x, "parameters": {"weight": 1}} for x in (m, ad)]}
+    (tmp_path / "c.yml").write_text(json.dumps(held))
+    adapter, model = f"{ad}/adapter_model.safetensors is an adapter", f"{m} is no adapter of PEFT, which is a directory"
+    for args, wanted in (
+        (("lora-extract", ad, m, out, "--rank", "1"), adapter),
+        (("lora-extract", m, ad, out, "--rank", "1"), adapter),
+        (("lora-merge", t, m, out), model),
+        (("derive", "lora", t, m, "--out", out), model),
+        (("blend", str(tmp_path / "c.yml"), "--out", out), f"{adapter}, and {m} has no adapter_config.json"),
+        (("show", m, "zz"), "has no array 'zz'; it holds q.weight"),
+    ):
+        done = call(*args)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert wanted in done.stderr
+
+
+def test_a_broken_step_is_told_beside_the_whole_ones(tmp_path: Path) -> None:
+    manager = mt.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": np.ones(3)})
+    (tmp_path / "step-00000002" / "meshtape.json").write_text("{")
+    row = next(line for line in call("ls", str(tmp_path)).stdout.splitlines() if "00002" in line)
+    assert "not a manifest" in row
+    assert " B " not in row
+    with pytest.warns(UserWarning, match="skipped .*step-00000002.*not a manifest"):
+        assert "step-00000002" not in call("du", str(tmp_path)).stdout
+
+
 def meshtape(*args: str, **options: Any) -> subprocess.Popen[Any]:
     environment = {**os.environ, **options.pop("environment", {})}
     return subprocess.Popen([sys.executable, "-m", "meshtape", *args], env=environment, **options)
@@ -150,7 +184,8 @@ class _Halting(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, root: Path, stop_at: int) -> None:
-        self.reached, self.go_on, self.number = threading.Event(), threading.Event(), 0
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        number = itertools.count(1)  # requests come at the same time, and one step of it is indivisible
         halting = self
 
         class Handler(http.server.SimpleHTTPRequestHandler):
@@ -160,15 +195,16 @@ class _Halting(http.server.ThreadingHTTPServer):
                 super().__init__(*args, directory=str(root))
 
             def do_GET(self) -> None:
+                if not Path(self.translate_path(self.path)).is_file():
+                    self.send_error(404)
+                    return
                 data = Path(self.translate_path(self.path)).read_bytes()
                 asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["range"])
                 assert asked is not None
                 a, b = int(asked[1]), min(int(asked[2]), len(data) - 1)
-                if self.path.endswith(".safetensors") and a:
-                    halting.number += 1
-                    if halting.number == stop_at:
-                        halting.reached.set()
-                        halting.go_on.wait(200)
+                if self.path.endswith(".safetensors") and a and next(number) == stop_at:
+                    halting.reached.set()
+                    halting.go_on.wait(200)
                 self.send_response_only(206)
                 self.send_header("Content-Range", f"bytes {a}-{b}/{len(data)}")
                 modified = Path(self.translate_path(self.path)).stat().st_mtime
@@ -197,10 +233,12 @@ def test_ctrl_c_in_the_middle_of_a_merge(tmp_path: Path) -> None:
         source = f"http://127.0.0.1:{server.server_address[1]}/served"
         command = ("merge", source, str(tmp_path / "out"), "--threads", "1", "--memory-limit", "1")
         with meshtape(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-            assert server.reached.wait(200)
+            while not server.reached.wait(0.1):
+                assert running.poll() is None, running.communicate()
+            # No answer comes meanwhile: the interrupt meets the wait for it, and no other line of the program.
             running.send_signal(signal.SIGINT)
-            server.go_on.set()
             out, err = running.communicate(timeout=200)
+            server.go_on.set()
         assert running.returncode == 130, err
         assert "interrupted. What was written stays: the same command goes on" in err
         assert "Traceback" not in err

@@ -220,7 +220,7 @@ def test_exit_codes_of_damage_and_of_targets_that_exist(deep: Path, tmp_path: Pa
     for args in (("merge",), ("convert", "--format", "zarr"), ("reshard", "--mesh", "m=2")):
         done = call(args[0], there, str(tmp_path / "there"), *args[1:])
         assert done.exit_code == 1
-        assert "there exists; --overwrite replaces it" in done.stderr
+        assert "there exists; pass --overwrite to replace it" in done.stderr
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == before
     for args in (
         ("ls", there, "--dtype", "flot"),

@@ -323,7 +323,7 @@ def test_a_model_in_files_of_torch(tmp_path):
                 held[n].read(), open_checkpoint(GOLDEN)[n].read(), equal_nan=held[n].dtype.kind in "fc"
             )
     (two / files[names[0]]).unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match="1 files are missing"):
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 file missing"):
         open_checkpoint(two)
 
 

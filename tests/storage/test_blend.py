@@ -636,7 +636,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "layers": (
         {"merge_method": "passthrough", "slices": [{"sources": [{"model": A, "layer_range": [0, 9]}]}]},
-        "has 1 layers",
+        "has 1 layer",
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
@@ -806,7 +806,7 @@ def test_a_blend_has_a_document(tmp_path: Path, method: str) -> None:
         ({"seed": 1.5}, "whole number"),
         ({"config": "/etc/hostname"}, "config is a mapping"),
         ({"config": {**top["expression"]["config"], "merge_method": "magic"}}, "no merge_method"),
-        ({"config": config("linear", ["x"])}, "names 1 models"),
+        ({"config": config("linear", ["x"])}, "names 1 model,"),
     ):
         text = json.dumps({**top, "expression": {**top["expression"], **change}})
         (tmp_path / "bad.json").write_bytes(sealed(text.encode()))

@@ -54,8 +54,8 @@ def test_every_kind_of_difference(tmp_path, limit):
     save(tmp_path / "a", a)
     save(tmp_path / "b", b)
     report = diff(tmp_path / "a", tmp_path / "b", memory_limit=limit)
-    assert (report.only_a, report.only_b, report.equal) == (["x"], ["y"], 1)
-    assert report.values == {"lr": (0.1, 0.2), "m": (None, True)}
+    assert (report.only_a, report.only_b, report.equal) == (["x"], ["y", "m"], 1)
+    assert report.values == {"lr": (0.1, 0.2)}
     found = {d.name: d for d in report.arrays}
     assert set(found) == {"w", "shape", "type", "zero"}
     d = found["w"]
@@ -69,7 +69,7 @@ def test_every_kind_of_difference(tmp_path, limit):
         "only in",
         "shape (2, 3) and (3, 2)",
         "equal values, other bits",
-        "2 of 200000 elements",
+        "2 of 200,000 elements",
         "0.1 and 0.2",
     ):
         assert part in text
@@ -77,6 +77,20 @@ def test_every_kind_of_difference(tmp_path, limit):
     assert not diff(tmp_path / "a", tmp_path / "b", drop="w").same
     with pytest.raises(errors.CheckpointError, match="matches"):
         diff(tmp_path / "a", tmp_path / "b", keys="q*")
+
+
+def test_a_leaf_that_is_none_is_not_one_that_is_absent(tmp_path):
+    w = np.ones(2)
+    save(tmp_path / "a", {"w": w, "n": None, "m": None, "l": [None, 1], "bias": None})
+    save(tmp_path / "b", {"w": w, "m": 3, "l": [None, None], "bias": w})
+    save(tmp_path / "c", {"w": w})
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert (report.only_a, report.only_b, report.equal, report.same) == (["n"], [], 1, False)
+    array = {"dtype": "float64", "shape": [2]}
+    assert report.values == {"m": (None, 3), "l.1": (1, None), "bias": (None, array)}
+    assert "m: None and 3" in str(report)
+    assert not diff(tmp_path / "a", tmp_path / "c").same
+    assert diff(tmp_path / "a", tmp_path / "b", keys=["n"]).only_a == ["n"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ CATALOGUE = {
     "files missing": (
         _missing,
         errors.IncompleteCheckpoint,
-        ["1 of the 4 files of key 'w' are missing: w/c.2.0", "saved by 4 ranks (data=4)"],
+        ["1 of 4 files of key 'w' missing: w/c.2.0", "saved by 4 ranks (data=4)"],
     ),
     "a newer version": (
         _newer,

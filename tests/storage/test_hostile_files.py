@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import struct
@@ -25,6 +26,7 @@ from meshtape.storage import (
     save_safetensors,
     verify,
 )
+from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.stores import store
 
 PLACES = {  # what is replaced, below the directory of each kind
@@ -191,6 +193,27 @@ USES = {
     "manager": lambda p: CheckpointManager(p).save(1, {"w": np.ones(2)}),
     "latest": lambda p: CheckpointManager(p).latest(),
 }
+
+
+@pytest.mark.parametrize("size", ["4.0", "-4.0", "4.5", '"4"'])
+@pytest.mark.parametrize(
+    ("kind", "what", "told"),
+    [
+        ("meshtape", "shape", "meshtape.json: .*path \\['w'\\]: shape \\[{}\\] is no list of integers"),
+        ("meshtape", "chunk", "meshtape.json: .*path \\['w'\\]: chunk \\[{}\\] is no list of integers"),
+        ("Zarr", "shape", "key 'w': .*{}"),
+        ("Zarr", "chunk_shape", "key 'w': .*{}"),
+    ],
+)
+def test_a_size_that_is_no_integer_is_told_with_its_array(tmp_path, kind, what, told, size):
+    where = directory(kind, tmp_path)
+    file = where / ("meshtape.json" if kind == "meshtape" else "w/zarr.json")
+    text = file.read_bytes() if kind == "Zarr" else unsealed(file.read_bytes())[0]
+    changed = re.sub(rb'("%s":\s*\[\s*)4' % what.encode(), rb"\g<1>" + size.encode(), text, count=1)
+    assert changed != text
+    file.write_bytes(changed if kind == "Zarr" else sealed(changed))
+    with pytest.raises(errors.CorruptCheckpoint, match=told.format(size.replace('"', "'"))):
+        open_checkpoint(where)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "p/" * 3000, "p" * 1000], ids=["NUL", "deep", "long"])

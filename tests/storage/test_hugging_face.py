@@ -3,6 +3,7 @@ terabytes."""
 
 import json
 import os
+import warnings
 import zipfile
 
 import ml_dtypes
@@ -34,7 +35,7 @@ def test_a_shard_of_the_index_is_missing(tmp_path):
     index(tmp_path, parts, total_size=96)
     for i in (2, 4):
         (tmp_path / f"model-0000{i}-of-00004.safetensors").unlink()
-    wanted = r"2 files are missing: model-00002-of-00004\.safetensors, model-00004-of.*layers\.2\.w.*layers\.4\.w"
+    wanted = r"2 files missing: model-00002-of-00004\.safetensors, model-00004-of.*layers\.2\.w.*layers\.4\.w"
     for act in (
         lambda: load(tmp_path, keys=["layers.1.w"]),
         lambda: open_checkpoint(tmp_path),
@@ -289,3 +290,20 @@ def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
         (root / name).unlink()
         root.rmdir()
     assert mt.storage.estimate(b).nbytes == 24 << 37
+
+
+def test_a_model_beside_zarr_without_its_manifest_is_told(tmp_path):
+    """One of layout "dual" is both at once; a manifest decides."""
+    for layout in (None, "dual"):
+        at = tmp_path / str(layout)
+        storage.save(at, {"w": np.ones((4, 2), "f4")}, layout=layout)
+        if layout is None:
+            storage.save_safetensors(at / "model.safetensors", {"x": np.ones(3)})
+        assert list(storage.open_checkpoint(at)) == ["w"]
+        (at / "meshtape.json").unlink()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert list(storage.open_checkpoint(at)) == (["w"] if layout else ["x"])
+        assert ["holds two models: model.safetensors, which is opened" in str(w.message) for w in told] == (
+            [] if layout else [True]
+        )

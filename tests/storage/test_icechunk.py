@@ -187,7 +187,8 @@ def test_bytes_of_a_repository_are_those_that_icechunk_counts(repository, capsys
     assert (found.chunks, found.inlined, found.virtual) == (80_004, 24 + 4, 0)
     assert 80_004 < found.unreachable < found.nbytes - 80_004
     assert mt.storage.usage(f"icechunk://{place}@main") == found
-    assert dataclasses.asdict(found) == json.loads(CliRunner().invoke(main, ["du", where, "--json"]).stdout)
+    said = json.loads(CliRunner().invoke(main, ["du", where, "--json"]).stdout)
+    assert {**dataclasses.asdict(found), "file_nbytes": found.nbytes} == {**said, "nbytes": said["file_nbytes"]}
     assert "no branch or tag leads there" in CliRunner().invoke(main, ["du", where]).stdout
 
 
@@ -334,7 +335,7 @@ def test_arrays_that_others_commit_beside_ours_are_told_and_stay(ice, url, tmp_p
     ckpt = open_checkpoint(url)
     assert sorted(ckpt) == ["deep.v", "w"]
     assert list(ckpt.skipped) == ["deep/mine"]
-    assert verify(url).skipped == ["deep/mine"]
+    assert list(verify(url).skipped) == ["deep/mine"]
     with pytest.raises(errors.CheckpointExists, match="another program wrote: deep/mine"):
         save(url, {"w": np.ones(3)}, step=3)
     assert np.array_equal(zarr.open_group(repo.readonly_session("main").store, mode="r")["deep/mine"], np.arange(3.0))

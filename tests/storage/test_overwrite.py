@@ -269,3 +269,25 @@ def test_a_checkpoint_of_another_kind_is_told_for_one(tmp_path):
     ):
         save(tmp_path / "hf", {"w": np.ones(3)}, overwrite=True)
     assert np.asarray(load(tmp_path / "hf")["w"]).tolist() == [1, 1, 1]
+
+
+def test_a_place_that_is_refused_anyway_is_not_said_to_need_overwrite(tmp_path):
+    """Another's file or folder, a virtual checkpoint's name that is a folder, and a file where a folder is wanted."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("x")
+    (tmp_path / "f").write_text("x")
+    save_safetensors(tmp_path / "a.safetensors", OLD)
+    mean = storage.virtual.mean([tmp_path / "a.safetensors"])
+    for act in (
+        lambda at, **kw: save(at, NEW, **kw),
+        lambda at, **kw: merge(tmp_path / "a.safetensors", at, **kw),
+        lambda at, **kw: program(at, 1, **kw),
+        lambda at, **kw: storage.virtual.write(at, mean, **kw),
+    ):
+        for name in ("mine", "f"):
+            for kw in ({}, {"overwrite": True}):
+                with pytest.raises(errors.CheckpointExists) as told:
+                    act(tmp_path / name, **kw)
+                assert "pass overwrite" not in str(told.value)
+        with pytest.raises(errors.StoreError, match=rf"f/deep/x cannot be written \({tmp_path}/f\): Not a directory"):
+            act(tmp_path / "f" / "deep" / "x")

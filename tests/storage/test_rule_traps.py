@@ -229,9 +229,9 @@ def test_more_rows_keep_those_that_are_stored(kit, tmp_path, shape):
     report = LoadReport()
     got = load(tmp_path / "c", like={"embed": like}, strict=False, report=report)["embed"]
     assert kit.same(np.asarray(got), np.concatenate([stored, like[10:]]))
-    assert "10 rows were stored, the other 2 are those of like" in str(report)
+    assert "10 rows stored, the other 2 are those of like" in str(report)
     assert not report.fits
-    with pytest.warns(UserWarning, match="10 rows were stored"):
+    with pytest.warns(UserWarning, match="10 rows stored"):
         load(tmp_path / "c", like={"embed": like}, strict=False)
     with pytest.raises(errors.CheckpointShapeError):
         load(tmp_path / "c", like={"embed": like})

@@ -65,7 +65,7 @@ def test_a_target_given_twice_names_both_rules():
     assert "b -> z" in str(e.value)
     with pytest.raises(errors.RuleConflict, match="which no rule reads or drops"):
         Rules("a -> b").on_arrays(numbered("a", "b"))
-    with pytest.raises(errors.RuleConflict, match="2 arrays are given to 1 targets"):
+    with pytest.raises(errors.RuleConflict, match="2 arrays given to 1 target"):
         Rules("q.{i} -> f").on_arrays(numbered("q.0", "q.1"))
 
 

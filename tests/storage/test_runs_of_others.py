@@ -79,10 +79,10 @@ def test_a_run_of_another_writer_is_known_and_stays_as_it_is(tmp_path: Path, wri
 
     used = json.loads(command("du", home, "--json"))
     sizes = {s: sum(p.stat().st_size for p in (home / n).rglob("*") if p.is_file()) for s, n in steps.items()}
-    assert [(r["step"], r["arrays"], r["files"], r["freed"]) for r in used["steps"]] == [
-        (s, opened[s].nbytes, sizes[s], sizes[s]) for s in steps
+    assert [(r["step"], r["arrays"], r["nbytes"], r["file_nbytes"], r["freed"]) for r in used["steps"]] == [
+        (s, len(opened[s]), opened[s].nbytes, sizes[s], sizes[s]) for s in steps
     ]
-    assert used["nbytes"] == sum(map(len, before.values()))
+    assert used["file_nbytes"] == sum(map(len, before.values()))
 
     line = [str(home / n) for n in steps.values()]
     floats = [n for n, a in opened[max(steps)].items() if a.dtype.kind == "f"]
@@ -142,8 +142,8 @@ def test_one_checkpoint_of_another_writer_has_its_bytes(tmp_path: Path) -> None:
     trainer(tmp_path)
     for where in (tmp_path / "checkpoint-4", tmp_path / "checkpoint-4" / "model.safetensors"):
         (step,) = mt.storage.usage(where).steps
-        assert (step.path, step.arrays) == (str(where), 12)
-        assert step.files == sum(p.stat().st_size for p in ([where] if where.is_file() else where.iterdir()))
+        assert (step.path, step.arrays, step.total_size) == (str(where), 1, 12)
+        assert step.nbytes == sum(p.stat().st_size for p in ([where] if where.is_file() else where.iterdir()))
     with pytest.raises(errors.NotACheckpoint, match="holds checkpoints, such as"):
         mt.load(tmp_path)
     with pytest.raises(errors.NotACheckpoint):
@@ -157,7 +157,9 @@ def test_a_run_in_a_bucket(tmp_path: Path, s3) -> None:
         if p.is_file():
             stores.at(url).put(p.relative_to(tmp_path / "run").as_posix(), p.read_bytes())
     there, here = (mt.storage.usage(x) for x in (url, tmp_path / "run"))
-    assert [(s.step, s.arrays, s.files) for s in there.steps] == [(s.step, s.arrays, s.files) for s in here.steps]
+    assert [(s.step, s.total_size, s.nbytes) for s in there.steps] == [
+        (s.step, s.total_size, s.nbytes) for s in here.steps
+    ]
     assert there.nbytes == here.nbytes
     assert [s.name for s in history(url).complete] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
     assert virtual.mean(url)["w"][...].tolist() == [8.0] * 3

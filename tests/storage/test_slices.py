@@ -260,5 +260,5 @@ def test_forms_of_arrays_that_look_alike_are_not_taken_for_one_another(tmp_path,
     assert mark
     data = first + b'"shape":[' + place.encode() + b",3]" + second
     path.write_bytes(data + b', "crc32c": "%08x"}\n' % crc32c(data + b"}"))
-    with pytest.raises(errors.CorruptCheckpoint, match="not a list of sizes"):
+    with pytest.raises(errors.CorruptCheckpoint, match="is no list of integers"):
         open_checkpoint(tmp_path / "c")

@@ -13,6 +13,7 @@ from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
 from ....storage.checkpoint.checkpoint import StoredArray
 from ....storage.readers.dual_tensor import at_folder
+from ....storage.readers.zarr_tensor import ZarrTensor, of_array
 from ....storage.stores import store as stores
 from ...dask.workers import TaskWatch, while_answering
 from .columnar import ArrowSource
@@ -146,10 +147,13 @@ class ZarrSource(Sized):
         return self._open
 
     def _checked(self, name: str, array: Any) -> Any:
-        """An array, or where it is one of ours of layout "dual", of whose checksums zarr does not know, our own reader
-        of it."""
-        dual = at_folder(stores.join(stores.location(self.path), name).rstrip("/"), True) if array.shards else None
-        return array if dual is None else StoredArray((name,), dual)
+        """An array, or where it is of a checkpoint of ours, of whose chunks and checksums zarr does not know, our own
+        reader of it."""
+        root = stores.location(self.path)
+        if not array.shards or at_folder(stores.join(root, name).rstrip("/"), True) is None:
+            return array
+        found = of_array(root, name, array)
+        return StoredArray((name,), found.kept() if isinstance(found, ZarrTensor) else found)
 
     def read(self, ids: np.ndarray) -> Any:
         """See :class:`Source`."""

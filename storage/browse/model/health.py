@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ....arrays.core.errors import CheckpointError
+from ....arrays.core.formatting import count
 from ...checkpoint.checkpoint import Checkpoint, StoredArray
 from ...loading.verify import verify
 from ...readers.raw_tensor import RawTensor
@@ -111,7 +112,9 @@ def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], N
         tell(done, total, "index and length of every file")
         try:
             report = verify(ckpt.path)
-            health.verified = f"{report.files:,} files fit {'the manifest' if ckpt.manifest else 'their checksums'}"
+            health.verified = (
+                f"{count(report.files, 'file')} fit {'the manifest' if ckpt.manifest else 'their checksums'}"
+            )
         except (CheckpointError, OSError) as e:
             health.add(Finding("verify", "bad", "", str(e)))
             health.verified = "damaged"
@@ -150,7 +153,7 @@ def _scan_array(array: StoredArray, health: Health, tell: Callable[[int], None])
     size = math.prod(array.shape)
     for kind, n in (("nan", nan), ("infinite", infinite)):
         if n:
-            health.add(Finding(kind, "bad", array.name, f"{n:,} of {size:,} elements"))
+            health.add(Finding(kind, "bad", array.name, f"{n:,} of {count(size, 'element')}"))
     if size > 1 and same and first is not None:
         zero = not np.any(first.view(np.uint8))
         text = f"all {size:,} elements are {'zero' if zero else first[0].item()}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ....arrays.core.formatting import count as count
@@ -31,6 +33,9 @@ def visible(text: str, longest: int = 400) -> str:
     out = "".join(c if c.isprintable() else _spelt(ord(c)) for c in text)
     half = (longest - 1) // 2
     return out if len(out) <= longest else f"{out[:half]}…{out[-half:]}"
+
+
+_whole = partial(visible, longest=10**6)
 
 
 def _spelt(code: int) -> str:
@@ -80,21 +85,22 @@ def percent(x: float) -> str:
     return "0 %" if x == 0 else "<0.1 %" if x < 0.001 else f"{100 * x:.1f} %"
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON proper: NaN and infinities as texts, tuples as lists, NumPy scalars as numbers.
+def plain(value: Any, text: Callable[[str], str] = _whole) -> Any:
+    """``value`` as JSON proper: NaN and infinities as texts, tuples as lists, NumPy scalars as numbers; and texts as
+    ``text`` makes them.
 
     >>> plain({"a": (1, float("nan"))})
     {'a': [1, 'NaN']}
     """
-    if isinstance(value, dict):
-        return {visible(str(k)): plain(v) for k, v in value.items()}
+    if isinstance(value, Mapping):
+        return {text(str(k)): plain(v, text) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [plain(v, text) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return number(value).replace("−", "-").replace("∞", "Infinity")
     if isinstance(value, str):
-        return visible(value, 10**6)
+        return text(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     item = getattr(value, "item", None)
-    return plain(item()) if item is not None else str(value)
+    return plain(item(), text) if item is not None else str(value)
