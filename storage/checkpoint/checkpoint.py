@@ -363,13 +363,13 @@ def flat(
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {}, group=group or {})
 
 
-def unread(skipped: Mapping[str, str] | list[str]) -> str:
-    """Arrays that cannot be read, with the reasons where they are known, as the end of a sentence.
+def unread(skipped: Mapping[str, str]) -> str:
+    """Arrays that cannot be read, and why, as the end of a sentence.
 
     >>> unread({}), unread({"a": "dates", "b": "texts"})
     ('', '; not readable here (2): a (dates), b (texts)')
     """
-    told = skipped if isinstance(skipped, list) else [f"{n} ({why})" for n, why in skipped.items()]
+    told = [f"{n} ({why})" for n, why in skipped.items()]
     return f"; not readable here ({len(told)}): {some(told, 4)}" if told else ""
 
 

@@ -74,11 +74,9 @@ class ZarrView:
         self.ckpt = ckpt
         pinned(ckpt)
         shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
-        self.skipped = [*ckpt.skipped, *(n for n in ckpt.arrays if n not in shown)]
-        self.lost = ""  # why some are not shown
-        if self.skipped:
-            why = ckpt.skipped.get(self.skipped[0], "it is packed bits")
-            self.lost = f"{ckpt.path} is shown without what cannot be read{unread(self.skipped)} ({why})"
+        why = {**ckpt.skipped, **{n: "packed bits" for n in ckpt.arrays if n not in shown}}
+        self.skipped = list(why)
+        self.lost = f"{ckpt.path} is shown without what cannot be read{unread(why)}" if why else ""
         said, self._attributes = held_attributes(ckpt, shown, [])
         self.tensors = dict(zip(zarr_paths(list(shown)), shown.values(), strict=True))
         self.grids = {d: chunks_of(t) for d, t in self.tensors.items()}
