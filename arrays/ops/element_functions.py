@@ -23,6 +23,10 @@ def floor_divide(xp: Any, x: Any, y: Any) -> Any:
         return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
 
 
+def power(xp: Any, x: Any, y: Any) -> Any:
+    return numpy_form(np.power, (x if hasattr(x, "dtype") else y).dtype)(x, y) if xp is np else xp.power(x, y)
+
+
 def power_on_cuda(x: Any, y: Any) -> Any:
     """CuPy has a number for a negative power of an integer, which NumPy refuses."""
     import cupy

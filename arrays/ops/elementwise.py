@@ -69,8 +69,8 @@ POW, pow = binary(
     "pow",
     "``x1`` to the power ``x2``.",
     "[2, 3], 2 -> [4, 9]",
-    "power",
-    overrides={"cupy": fn.power_on_cuda},
+    fn.power,
+    overrides={"numpy": first(ops.power, fn.power), "cupy": fn.power_on_cuda},
     cuda="pow{f}({0}, {1})",
 )
 NEGATIVE, negative = unary(

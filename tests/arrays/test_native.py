@@ -115,7 +115,7 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 def test_every_kernel_is_tested() -> None:
     ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product", "softmax_of_rows"}
-    assert ours | {"rotary_embedding"} == set(native._kernels.KERNELS)
+    assert ours | {"rotary_embedding", "power"} == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,6 +279,58 @@ def test_labels_of_any_integer_type(dtype: Any) -> None:
     np.testing.assert_allclose(float(loss), -np.log(p[at]).mean(), rtol=1e-5)
     p[at] -= 1
     np.testing.assert_allclose(np.asarray(g), p / 40, rtol=1e-4, atol=1e-8)
+
+
+POWERS = [2, 3, 4, 7, 64, -1, -2, -5, 3.0, 0.5, 1.5, -0.5, -2.5]
+
+
+@pytest.mark.parametrize("y", POWERS)
+def test_powers_are_rounded_once(y: float) -> None:
+    """The nearest number to the exact power; of a root, one whose square is the power of twice the exponent."""
+    rng = np.random.default_rng(8)
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+        x = (rng.uniform(0.9, 1.1, 150) * rng.choice([1, -1 if y % 1 == 0 else 1], 150)).astype(dtype)
+        got = np.asarray(mt.asarray(x) ** y)
+        assert got.dtype == dtype
+        for a, b, step in zip(
+            map(Fraction, x.tolist()), map(Fraction, got.tolist()), np.spacing(abs(got)), strict=True
+        ):
+            half = Fraction(float(step)) * Fraction(501, 1000)
+            if y % 1:
+                assert (abs(b) - half) ** 2 <= a ** int(2 * y) <= (abs(b) + half) ** 2
+            else:
+                assert abs(a ** int(y) - b) <= half
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("y", POWERS)
+def test_powers_of_odd_numbers_are_those_of_c(y: float, dtype: Any) -> None:
+    x = np.asarray([*ODD, -3.5, 1e13, -1e13, 1e200, 1e-200, -1e-103, 1e154, 1e-154, 5e-324]).astype(dtype)
+    x = np.repeat(x, 20)  # in vectors and beyond them
+    got = np.asarray(mt.asarray(x) ** y)
+    want = np.asarray([math.inf if v == -math.inf and y == 0.5 else np.power(v, np.full(2, y, dtype))[0] for v in x])
+    parts = np.asarray([(mt.asarray(v) ** y).item() for v in x], dtype)
+    np.testing.assert_allclose(got, want, rtol=4 * np.finfo(dtype).eps, atol=2 * np.finfo(dtype).smallest_subnormal)
+    zeros = got == 0
+    np.testing.assert_array_equal(np.signbit(got[zeros]), np.signbit(want[zeros]) & (y != 0.5))
+    np.testing.assert_array_equal(got, parts)  # an element has one value, beside whatever it stands
+    np.testing.assert_array_equal(got, np.asarray(mt.asarray(np.stack([x, x], 1))[:, 0] ** y))
+    np.testing.assert_array_equal(got, np.asarray(mt.asarray(x) ** mt.asarray(y, dtype=dtype)))
+
+
+def test_powers_raise_what_is_asked_for() -> None:
+    with np.errstate(all="raise"):
+        for y in (3, -3, 0.5, -0.5):
+            mt.asarray([1.0, math.inf, math.nan, 1e-90]) ** y
+        for x, y, text in (
+            (0.0, -3, "divide by zero"),
+            (-2.0, 0.5, "invalid"),
+            (1e-200, 2, "under"),
+            (1e200, 2.5, "over"),
+        ):
+            with pytest.raises(FloatingPointError, match=f"{text}.* encountered in power"):
+                mt.asarray([1.0, x]) ** y
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:

@@ -12,7 +12,10 @@ small kernel. */
 #include <Python.h>
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
+#include <numpy/npy_math.h>
+#include <numpy/ufuncobject.h>
 #include <fenv.h>
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -51,6 +54,7 @@ typedef struct {
     double value;
     int64_t ignored;
     int flag, repeated; /* repeated: the first operand is one number */
+    int *raised;        /* what NumPy warns of, or raises: bits of NPY_FPE */
     char one[MOST_OPERANDS]; /* whether an operand is one number (e), or one row (m) */
 } Job;
 
@@ -109,6 +113,7 @@ static const Entry KERNELS[] = {
     ENTRY(gelu, "xo"),
     ENTRY(gelu_backward, "gxo"),
     ENTRY(sigmoid, "xo"),
+    ENTRY(power, "xo"),
     ENTRY(swiglu, "gxo"),
     ENTRY(swiglu_backward, "gxxo"),
     ENTRY(tanh_backward, "gxo"),
@@ -175,7 +180,7 @@ PyDoc_STRVAR(call_doc,
 static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_ssize_t number, rows, width, start, stop, chunk;
     long long ignored;
-    int flag;
+    int flag, raised = 0;
     double value;
     PyObject *operands;
     if (!PyArg_ParseTuple(args, "nO!nnnnndiL", &number, &PyTuple_Type, &operands, &rows, &width, &start, &stop, &chunk, &value, &flag,
@@ -187,7 +192,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     const Py_ssize_t count = PyTuple_GET_SIZE(operands);
     if (count != (Py_ssize_t)strlen(entry->operands))
         return PyErr_Format(PyExc_TypeError, "%s takes %d operands, got %zd", entry->name, (int)strlen(entry->operands), count);
-    Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag};
+    Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag, .raised = &raised};
     View v = {0};
     Py_ssize_t itemsize = 0; /* of the first operand */
     int good = 1;
@@ -221,6 +226,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
         }
     }
     PyMem_RawFree(row);
+    if (raised && PyUFunc_GiveFloatingpointErrors(entry->name, raised) < 0) return NULL;
     return PyBool_FromLong(good);
 }
 
@@ -342,7 +348,7 @@ static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static int fill(PyObject *module) {
-    if (PyArray_ImportNumPyAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0)
+    if (PyArray_ImportNumPyAPI() < 0 || PyUFunc_ImportUFuncAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0)
         return -1;
     PyObject *names = PyTuple_New(COUNT);
     if (!names) return -1;
