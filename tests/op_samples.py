@@ -353,6 +353,7 @@ STRUCTURE: Rows = {
         *along(functools.partial(mt.sort, descending=True, stable=False)),
         on(mt.sort, "0 2 i8"),
     ],
+    "topk": [*along(lambda x, axis: mt.topk(x, min(2, x.shape[axis]), axis=axis)[1])],
     "argsort": [*along(mt.argsort), *along(functools.partial(mt.argsort, descending=True))],
     "searchsorted": [
         on(lambda v: mt.searchsorted(mt.asarray([-1.0, 0.0, 1.0]), v), "4 6"),

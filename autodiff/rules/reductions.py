@@ -75,6 +75,10 @@ defvjp(r.MIN, x=_extremum)
 def _sort(xp, g, x, axis, descending, stable):
     # Where each element of x went: the order of the order. The cotangent goes back the same way.
     order = call(xp, sorting.ARGSORT, x, axis=axis, descending=descending, stable=stable)
+    if xp is np:
+        out = np.empty_like(g)
+        np.put_along_axis(out, order, g, axis)
+        return out
     back = call(xp, sorting.ARGSORT, order, axis=axis, descending=False, stable=False)
     return xp.take_along_axis(g, back, axis=axis)
 

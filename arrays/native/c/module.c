@@ -155,6 +155,8 @@ static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows
         if (count != job->width) return 0;
         break;
     case 'e':
+        if (count == rows * job->width && count > 1 && is_one_number(v)) return *one = 1;
+        /* fall through */
     case 'm':
         if (count == rows * job->width) break;
         if (count != (letter == 'e' ? 1 : job->width)) return 0;
