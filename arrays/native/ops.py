@@ -58,6 +58,36 @@ layer_norm_backward = partial(_norm_backward, "layer_norm_backward", 2)
 rms_norm_backward = partial(_norm_backward, "rms_norm_backward", 1)
 
 
+def group_norm(x: Any, weight: Any, bias: Any, num_groups: int, axis: int, eps: float) -> Any:
+    if not _takes(x) or axis != 1 or not x.size:
+        return NotImplemented
+    out = result_like(x)
+    each = math.prod(x.shape[2:])
+    rows, width = x.shape[0] * num_groups, x.shape[1] // num_groups * each
+    return out if run("group_norm", (x, weight, bias, out), rows, width, value=eps, ignored=each) else NotImplemented
+
+
+def group_norm_backward(g: Any, x: Any, weight: Any, num_groups: int, axis: int, eps: float) -> Any:
+    if not _takes(x) or axis != 1 or not x.size:
+        return NotImplemented
+    out, sums = result_like(x), [np.empty(x.shape[:2], x.dtype) for _ in range(2)]
+    each = math.prod(x.shape[2:])
+    rows, width = x.shape[0] * num_groups, x.shape[1] // num_groups * each
+    if not run("group_norm_backward", (g, x, weight, out, *sums), rows, width, value=eps, ignored=each):
+        return NotImplemented
+    return out, *[np.add.reduce(s, axis=0) for s in sums]
+
+
+def cumulative_prod_backward(g: Any, x: Any, axis: int) -> Any:
+    if not _takes(x) or not x.size:
+        return NotImplemented
+    # In float64: what follows an element may overflow float32 where the product with what precedes it does not.
+    g, wide = (np.ascontiguousarray(np.moveaxis(a, axis, -1), np.float64) for a in (g, x))
+    out = result_like(wide)
+    taken = run("cumulative_prod_backward", (g, wide, out), *_rows(wide, 1))
+    return np.moveaxis(out, -1, axis).astype(x.dtype, copy=False) if taken else NotImplemented
+
+
 def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False, out: Any = None) -> Any:
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:

@@ -91,7 +91,8 @@ typedef struct {
     const char *name;
     /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
        n: one number a row. e: every element, or one number for all. m: a truth value for every element, or for one row that all rows
-       have. h: a table of rows of half the elements. Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
+       have. h: a table of rows of half the elements. c: one number for each channel, of which `ignored` numbers lie together in a row.
+       Written: o, every element; r, one number a row; p, a row for each chunk of rows; q, one number for each channel of a row. */
     const char *operands;
     Kernel f32, f64;
 } Entry;
@@ -103,6 +104,9 @@ static const Entry KERNELS[] = {
     ENTRY(layer_norm_backward, "gxwopp"),
     ENTRY(rms_norm, "xwo"),
     ENTRY(rms_norm_backward, "gxwop"),
+    ENTRY(group_norm, "xcco"),
+    ENTRY(group_norm_backward, "gxcoqq"),
+    ENTRY(cumulative_prod_backward, "gxo"),
     ENTRY(softmax, "xo"),
     ENTRY(softmax_of_rows, "xorr"),
     ENTRY(softmax_backward, "gxo"),
@@ -166,6 +170,17 @@ static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows
         if (job->width < 2 || job->width % 2 || !count || count % (job->width / 2)) return 0;
         job->period = count / (job->width / 2);
         break;
+    case 'c': {
+        const int64_t each = job->ignored;
+        if (each < 1 || job->width % each || !count || count % (job->width / each)) return 0;
+        const ptrdiff_t period = count / (job->width / each);
+        if (job->period && job->period != period) return 0;
+        job->period = period;
+        break;
+    }
+    case 'q':
+        if (count * job->ignored != rows * job->width) return 0;
+        break;
     case 'p':
         if (count != chunks * job->width) return 0;
         break;
@@ -201,7 +216,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     char kind = 0;
     for (Py_ssize_t i = 0; good && i < count; i++) {
         const char letter = entry->operands[i];
-        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("orp", letter) != NULL, &v))) break;
+        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("orpq", letter) != NULL, &v))) break;
         if (!kind) {
             kind = v.kind == 'f' || v.kind == 'd' ? v.kind : 'x';
             itemsize = v.itemsize;
