@@ -376,7 +376,7 @@ def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:
 
 
 def _silu(xp: Any, x: Any) -> Any:
-    wide = x.astype(np.float32) if is_low_precision(x.dtype) else x
+    wide = x.astype(np.float32, order="C") if is_low_precision(x.dtype) else x
     s = SIGMOID.bind(xp)(wide)
     # From where on the sigmoid is 0 in every dtype the product is: that of -inf would be NaN.
     out = wide * s if x.dtype.kind == "c" else xp.maximum(wide, SILU_IS_ZERO) * s
