@@ -361,6 +361,12 @@ def test_powers_of_odd_numbers_are_those_of_c(y: float, dtype: Any) -> None:
     np.testing.assert_array_equal(got, np.asarray(mt.asarray(x) ** mt.asarray(y, dtype=dtype)))
 
 
+def test_inverses_and_roots_are_those_of_ieee() -> None:
+    x = np.r_[2 - 2.0**-52, np.random.default_rng(11).uniform(1, 2, 999)]
+    np.testing.assert_array_equal(mt.asarray(x) ** -1, 1 / x)
+    np.testing.assert_array_equal(mt.asarray(x) ** 0.5, np.sqrt(x))
+
+
 def test_powers_raise_what_is_asked_for() -> None:
     with np.errstate(all="raise"):
         for y in (3, -3, 0.5, -0.5):

@@ -106,6 +106,7 @@ KERNEL(power) {
     double h[PIECE], b[PIECE];
 #ifndef IS_FLOAT
     double l[PIECE], bl[PIECE];
+    const int exact = n == 1 && !(root && inverse); /* one operation, which rounds rightly, also beside the middle of two numbers */
 #endif
     for (ptrdiff_t i = start; i < stop; i += PIECE) {
         const ptrdiff_t m = stop - i < PIECE ? stop - i : PIECE;
@@ -113,7 +114,7 @@ KERNEL(power) {
             const double v = x[i + k], u = root ? sqrt(v == -INFINITY ? INFINITY : v + 0.0) : v, w = inverse ? 1 / u : u;
 #ifndef IS_FLOAT
             const double rest = root ? fma(-u, u, v) / (2 * u) : 0; /* what u lacks of the root */
-            bl[k] = l[k] = inverse ? w * (fma(-w, u, 1) - w * rest) : rest;
+            bl[k] = l[k] = exact ? 0 : inverse ? w * (fma(-w, u, 1) - w * rest) : rest;
 #endif
             b[k] = h[k] = w;
         }
