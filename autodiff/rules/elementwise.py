@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
-from ...arrays.nn import activations, gelu
+from ...arrays.nn import activations, gelu, regression_losses
 from ...arrays.ops import elementwise as ew
 from .registry import call, conj, defanalytic, defvjp, defvjp_of_short, same
 
@@ -243,6 +243,13 @@ defanalytic(
     activations.SWIGLU,
     gate=lambda xp, g, gate, up: call(xp, activations.SWIGLU_BACKWARD, g, gate, up),
     up=lambda xp, g, gate: call(xp, activations.SWIGLU, gate, g),
+)
+
+
+defvjp(
+    regression_losses.HUBER,
+    x=lambda xp, g, x, delta: g * xp.clip(x, -delta, delta),
+    delta=lambda xp, g, x, delta: g * xp.maximum(xp.abs(x) - delta, 0.0),
 )
 
 
