@@ -178,8 +178,8 @@ gelu, sigmoid = partial(_elementwise, "gelu"), partial(_elementwise, "sigmoid")
 
 def power(x: Any, y: Any) -> Any:
     """Floats to a power of no more than 64 that is twice an integer, a number or an array without dimensions: NumPy's
-    loop takes 50 ns and more an element where some of the bases are negative, and has quick
-    ones for 0, 1 and 2 (with the same bits)."""
+    loop takes 50 ns and more an element where some of the bases are negative. (It has quick ones for 0, 1 and 2, with
+    the same bits.)"""
     if type(x) is not np.ndarray or not (x.dtype.char in _TAKEN or is_low_precision(x.dtype)):
         return NotImplemented
     number = y
@@ -187,7 +187,7 @@ def power(x: Any, y: Any) -> Any:
         if getattr(y, "ndim", 1) or y.dtype != x.dtype:
             return NotImplemented
         number = y.item()
-    if not -64 <= number <= 64 or number in (0, 1) or number * 2 % 1 or (number == 2 and x.size < WORTH_A_CALL):
+    if not -64 <= number <= 64 or number * 2 % 1 or number == 0 or (number in (1, 2) and x.size < WORTH_A_CALL):
         return NotImplemented
     if x.dtype.char not in _TAKEN:
         out = power(x.astype(np.float64), number)
