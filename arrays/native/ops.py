@@ -177,7 +177,7 @@ gelu, sigmoid = partial(_elementwise, "gelu"), partial(_elementwise, "sigmoid")
 
 
 def power(x: Any, y: Any) -> Any:
-    """Floats to a power of no more than 64 that is twice an integer, a number or an array without dimensions: NumPy's
+    """Floats to a power of no more than 64 that is half of an integer, a number or an array without dimensions: NumPy's
     loop takes 50 ns and more an element where some of the bases are negative. (It has quick ones for 0, 1 and 2, with
     the same bits.)"""
     if type(x) is not np.ndarray or not (x.dtype.char in _TAKEN or is_low_precision(x.dtype)):
