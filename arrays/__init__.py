@@ -89,3 +89,4 @@ __all__ = sorted(
     for n, value in list(globals().items())
     if not n.startswith("_") and n != "annotations" and (not isinstance(value, type(_np)) or n in _NAMESPACES)
 )
+__dir__ = __all__.copy

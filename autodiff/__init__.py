@@ -12,3 +12,4 @@ from .tape.tape import Tape
 from .transforms import check_grads, grad, hvp, jvp, value_and_grad, vjp
 
 __all__ = [n for n, v in globals().items() if not n.startswith("_") and (callable(v) or v is optim)]
+__dir__ = __all__.copy

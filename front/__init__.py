@@ -44,6 +44,7 @@ _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
 _WRITERS = ("copyto", "fill_diagonal", "place", "put", "putmask")
 
 __all__ = sorted({*_arrays_all, *_autodiff_all, *_LAZY, *_PACKAGES, *_HOMES})
+__dir__ = __all__.copy  # completion shows what is public; so in the modules below
 
 
 def __getattr__(name: str) -> _Any:
@@ -55,7 +56,3 @@ def __getattr__(name: str) -> _Any:
         return value
     why = ": arrays are values, so write x[i] = v or x.at[i].set(v)" if name in _WRITERS else ""
     raise AttributeError(f"module 'meshtape' has no attribute {name!r}{why}", name=name, obj=_sys.modules[__name__])
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -72,3 +72,4 @@ __all__ = [
     "stream",
     "visualize",
 ]
+__dir__ = __all__.copy

@@ -102,6 +102,7 @@ __all__ = [
     "virtual",
     "zarr_references",
 ]
+__dir__ = __all__.copy
 
 
 def register_zarr_dtypes() -> None:

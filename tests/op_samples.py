@@ -190,6 +190,10 @@ ELEMENTS: Rows = {
     **binary("bitwise_and bitwise_or bitwise_xor", 0, 7, "i8 ? i8+i1", 5),
     **binary("bitwise_left_shift bitwise_right_shift", 0, 4, "i8 i8+i1", 2),
     **binary("ldexp", 1, 4, "f8+i8 f4+i8 i1+i8", 2),
+    "huber": [
+        *each(lambda x: op("huber")(x, 0.5), ONE),
+        *each(op("huber"), "5, 5; 3 4, 4", low=0.5, high=2.0),
+    ],
     "swiglu": [
         *each(mt.nn.swiglu, TWO, low=-2.0, high=0.9),
         *each(mt.nn.swiglu, ".; 3 4, 4", kind="c16", high=0.9)[1:],
@@ -353,6 +357,7 @@ STRUCTURE: Rows = {
         *along(functools.partial(mt.sort, descending=True, stable=False)),
         on(mt.sort, "0 2 i8"),
     ],
+    "topk": [*along(lambda x, axis: mt.topk(x, min(2, x.shape[axis]), axis=axis)[1])],
     "argsort": [*along(mt.argsort), *along(functools.partial(mt.argsort, descending=True))],
     "searchsorted": [
         on(lambda v: mt.searchsorted(mt.asarray([-1.0, 0.0, 1.0]), v), "4 6"),

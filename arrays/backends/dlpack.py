@@ -127,8 +127,10 @@ class _AsIntegers:
 
 
 def resolved(exporter: Any) -> Any:
-    """A tensor of PyTorch with its sign (``z.conj().imag`` holds it as a bit, which DLPack leaves out); anything else
-    as it is."""
+    """A tensor of PyTorch with its sign (``z.conj().imag`` holds it as a bit, which DLPack leaves out), and the value
+    of a parameter, which no calculation led to and so loses no gradient; anything else as it is."""
+    if getattr(exporter, "requires_grad", False) and getattr(exporter, "is_leaf", False):
+        exporter = exporter.detach()
     return exporter.resolve_neg() if getattr(exporter, "is_neg", bool)() else exporter
 
 

@@ -308,7 +308,7 @@ def at_once(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     def impl(xp: Any, *bufs: Any, **params: Any) -> Any:
         dtypes = [b.dtype for b in bufs if hasattr(b, "dtype")]
         if all(map(is_low_precision, dtypes)):
-            wide = [b.astype(np.float32) if hasattr(b, "dtype") else b for b in bufs]
+            wide = [b.astype(np.float32, order="C") if hasattr(b, "dtype") else b for b in bufs]
             return OPS[name].bind(xp)(*wide, **params).astype(np.result_type(*dtypes))
         with not_recording(), np.errstate(all="ignore"):  # inf - inf and 0 / 0 are answers here
             # (NumPy gives numbers in place of arrays without dimensions.)

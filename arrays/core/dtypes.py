@@ -266,6 +266,8 @@ def _in(wide: np.dtype, name: str) -> Callable[..., Any]:
     @functools.wraps(ufunc)
     def run(x: Any, *more: Any, out: Any = None) -> Any:
         dtype = getattr(x, "dtype", None)
+        if dtype is float16 and not half and not exact and not x.flags.forc:
+            x = x.copy()  # NumPy's loops over elements with gaps between them round otherwise
         if not (dtype is bfloat16 or (half and dtype is float16)) or (exact and x.size < _BLOCKS):
             return ufunc(x, *more, out=out)
         for y in more:

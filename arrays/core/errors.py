@@ -303,6 +303,7 @@ class StorageFull(MeshtapeError, OSError):
 __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
 ]
+__dir__ = __all__.copy
 
 
 _UNNAMED = (ArgumentError, ArrayIndexError)

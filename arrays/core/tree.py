@@ -509,3 +509,4 @@ def map_with_path(fn: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[
 
 _PUBLIC = "TreeDef flatten flatten_with_path is_container map_with_path path_name register tree_map unflatten"
 __all__ = _PUBLIC.split()
+__dir__ = __all__.copy

@@ -39,3 +39,4 @@ from .least_squares import cond, lstsq, multi_dot, norm, tensorinv, tensorsolve
 from .matrix_norms import matrix_norm, vector_norm
 
 __all__ = [n for n in dir() if n[0].islower() and callable(globals()[n])]
+__dir__ = __all__.copy

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.casts import cast
 from ..backends.memory_pool import fresh
+from ..core.dtypes import is_low_precision
 from . import AVAILABLE, _kernels
 from .calls import CHUNK, memory, result_like, run
 
@@ -54,6 +56,36 @@ def _norm_backward(kernel: str, parameters: int, g: Any, x: Any, weight: Any, na
 
 layer_norm_backward = partial(_norm_backward, "layer_norm_backward", 2)
 rms_norm_backward = partial(_norm_backward, "rms_norm_backward", 1)
+
+
+def group_norm(x: Any, weight: Any, bias: Any, num_groups: int, axis: int, eps: float) -> Any:
+    if not _takes(x) or axis != 1 or not x.size:
+        return NotImplemented
+    out = result_like(x)
+    each = math.prod(x.shape[2:])
+    rows, width = x.shape[0] * num_groups, x.shape[1] // num_groups * each
+    return out if run("group_norm", (x, weight, bias, out), rows, width, value=eps, ignored=each) else NotImplemented
+
+
+def group_norm_backward(g: Any, x: Any, weight: Any, num_groups: int, axis: int, eps: float) -> Any:
+    if not _takes(x) or axis != 1 or not x.size:
+        return NotImplemented
+    out, sums = result_like(x), [np.empty(x.shape[:2], x.dtype) for _ in range(2)]
+    each = math.prod(x.shape[2:])
+    rows, width = x.shape[0] * num_groups, x.shape[1] // num_groups * each
+    if not run("group_norm_backward", (g, x, weight, out, *sums), rows, width, value=eps, ignored=each):
+        return NotImplemented
+    return out, *[np.add.reduce(s, axis=0) for s in sums]
+
+
+def cumulative_prod_backward(g: Any, x: Any, axis: int) -> Any:
+    if not _takes(x) or not x.size:
+        return NotImplemented
+    # In float64: what follows an element may overflow float32 where the product with what precedes it does not.
+    g, wide = (np.ascontiguousarray(np.moveaxis(a, axis, -1), np.float64) for a in (g, x))
+    out = result_like(wide)
+    taken = run("cumulative_prod_backward", (g, wide, out), *_rows(wide, 1))
+    return np.moveaxis(out, -1, axis).astype(x.dtype, copy=False) if taken else NotImplemented
 
 
 def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False, out: Any = None) -> Any:
@@ -142,6 +174,28 @@ def _elementwise(kernel: str, x: Any) -> Any:
 
 
 gelu, sigmoid = partial(_elementwise, "gelu"), partial(_elementwise, "sigmoid")
+
+
+def power(x: Any, y: Any) -> Any:
+    """Floats to a power of no more than 64 that is half of an integer, a number or an array without dimensions: NumPy's
+    loop takes 50 ns and more an element where some of the bases are negative. (It has quick ones for 0, 1 and 2, with
+    the same bits.)"""
+    if type(x) is not np.ndarray or not (x.dtype.char in _TAKEN or is_low_precision(x.dtype)):
+        return NotImplemented
+    number = y
+    if type(y) is not int and type(y) is not float:
+        if getattr(y, "ndim", 1) or y.dtype != x.dtype:
+            return NotImplemented
+        number = y.item()
+    if not -64 <= number <= 64 or number * 2 % 1 or number == 0 or (number in (1, 2) and x.size < WORTH_A_CALL):
+        return NotImplemented
+    if x.dtype.char not in _TAKEN:
+        out = power(x.astype(np.float64), number)
+        return out if out is NotImplemented else cast(out, x.dtype)
+    if not x.flags.c_contiguous:
+        x = np.ascontiguousarray(x)  # an element has one value, however it lies
+    out = result_like(x)
+    return out if run("power", (x, out), x.size, 1, value=number) else NotImplemented
 
 
 def swiglu(gate: Any, up: Any) -> Any:

@@ -356,7 +356,7 @@ def conv_transpose(
     stride, padding, dilation, groups
         Those of the convolution from the result to ``x``: see :func:`conv2d`.
     output_padding
-        Lines at the end of the result that no kernel reaches, fewer than ``stride``. A dimension of ``n`` elements
+        Lines at the end of the result, fewer than ``stride`` or ``dilation``. A dimension of ``n`` elements
         becomes ``(n - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1``.
 
     Examples
@@ -370,14 +370,21 @@ def conv_transpose(
         raise ShapeError(f"[{name}] x {x.shape} has the channels of weight {w.shape}, which {groups} group(s) divide")
     steps, dilation = _each(name, "stride", stride, n, 1), _each(name, "dilation", dilation, n, 1)
     ends, more = _each(name, "padding", padding, n, 0), _each(name, "output_padding", output_padding, n, 0)
-    if any(m >= s for m, s in zip(more, steps, strict=True)):
-        raise ArgumentError(f"[{name}] output_padding {more} must be less than stride {steps}")
+    if any(m >= max(s, d) for m, s, d in zip(more, steps, dilation, strict=True)):
+        raise ArgumentError(f"[{name}] output_padding {more} must be less than stride {steps} or dilation {dilation}")
     sizes = zip(x.shape[2:], w.shape[2:], steps, ends, more, dilation, strict=True)
     image = tuple((m - 1) * s - 2 * p + d * (k - 1) + q + 1 for m, k, s, p, q, d in sizes)
     if min(*x.shape[2:], *w.shape[2:], *image) < 1:
         raise ShapeError(f"[{name}] x {x.shape} and weight {w.shape} would give an image of shape {image}")
-    how = {"padding": ends, "stride": steps, "dilation": dilation, "groups": groups}
-    return _biased(name, apply(CONV_IMAGE, (x, w), {"image": image, **how}), bias)
+    how = {"stride": steps, "dilation": dilation, "groups": groups}
+    if all(q < s for q, s in zip(more, steps, strict=True)):
+        return _biased(name, apply(CONV_IMAGE, (x, w), {"image": image, "padding": ends, **how}), bias)
+    # The convolution of such an image would have more places than x: of all that kernels reach a part, and zeros.
+    reached = tuple(m + 2 * p - q for m, p, q in zip(image, ends, more, strict=True))
+    out = apply(CONV_IMAGE, (x, w), {"image": reached, "padding": (0,) * n, **how})
+    out = out[(slice(None), slice(None), *(slice(p, p + m) for p, m in zip(ends, image, strict=True)))]
+    rest = ((0, m - found) for m, found in zip(image, out.shape[2:], strict=True))
+    return _biased(name, pad(out, ((0, 0), (0, 0), *rest)), bias)
 
 
 @composite("pool")

@@ -79,3 +79,4 @@ def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Arr
 
 _OWN = [n for n, f in globals().items() if getattr(f, "__module__", "").startswith(__package__)]
 __all__ = ["float8_matmul", "float8_scale", "relu", "sigmoid", *_OWN]
+__dir__ = __all__.copy

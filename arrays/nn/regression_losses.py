@@ -9,17 +9,39 @@ from typing import Any
 
 import numpy as np
 
+from ..core import shape_rules
 from ..core.array import Array
+from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import composite
+from ..core.op import Cuda, Op, composite
 from ..linalg.matrix_norms import vector_norm
 from ..ops.creation import asarray, inexact
-from ..ops.elementwise import abs, clip, logaddexp, maximum, square
+from ..ops.elementwise import abs, logaddexp, maximum, square
 from ..ops.manipulation import astype
 from ..ops.matmul import vecdot
 from ..ops.wide_floats import in_float32
 from ..reductions.moments import mean
 from ..reductions.reductions import sum
+
+
+def _huber(xp: Any, x: Any, delta: Any) -> Any:
+    near = xp.clip(x, -delta, delta)
+    out = near * -0.5
+    out += x
+    out *= near
+    return out
+
+
+# (The difference is its operand: neither a magnitude, which has no second derivative at 0, nor the steps, each of which
+# the tape would keep.)
+HUBER = Op(
+    "huber",
+    ("x", "delta"),
+    _huber,
+    shape_rules.elementwise,
+    flops=5,
+    cuda=Cuda("smaller(larger({0}, -{1}), {1}) * ({0} - ({t})0.5 * smaller(larger({0}, -{1}), {1}))"),
+)
 
 
 def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.dtype]:
@@ -78,10 +100,7 @@ def huber_loss(predictions: Any, targets: Any, /, *, delta: float = 1.0, reducti
     if not delta > 0:
         raise ArgumentError(f"[huber_loss] delta must be positive, got {delta}")
     x, y, dtype = _pair("huber_loss", predictions, targets)
-    # (Not of the magnitude, which has no second derivative at 0.)
-    difference = x - y
-    near = clip(difference, -delta, delta)
-    return _reduced("huber_loss", near * (difference - 0.5 * near), reduction, dtype)
+    return _reduced("huber_loss", apply(HUBER, (x - y, delta)), reduction, dtype)
 
 
 @composite("binary_cross_entropy")

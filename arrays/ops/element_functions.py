@@ -9,6 +9,7 @@ import numpy as np
 from ..backends.erf import erf32
 from ..core.dtypes import is_low_precision, numpy_form
 from ..core.errors import DTypeError
+from ..core.op import op_named
 
 
 def floor_divide(xp: Any, x: Any, y: Any) -> Any:
@@ -21,6 +22,10 @@ def floor_divide(xp: Any, x: Any, y: Any) -> Any:
     with np.errstate(invalid="ignore"):
         quotient = xp.floor_divide(x, y)
         return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
+
+
+def power(xp: Any, x: Any, y: Any) -> Any:
+    return numpy_form(np.power, (x if hasattr(x, "dtype") else y).dtype)(x, y) if xp is np else xp.power(x, y)
 
 
 def power_on_cuda(x: Any, y: Any) -> Any:
@@ -140,13 +145,18 @@ def erf(xp: Any, x: Any) -> Any:
 def sigmoid(xp: Any, x: Any) -> Any:
     x = x.astype(np.float64) if x.dtype.kind in "biu" else x
     if is_low_precision(x.dtype):
-        return sigmoid(xp, x.astype(np.float32)).astype(x.dtype)
-    if xp is np and x.ndim and x.dtype.char in "fd" and x.min(initial=0) > (-80 if x.dtype.char == "f" else -700):
-        # No exponential overflows: four passes in one piece of memory, a fifth of the time of what follows.
-        out = np.negative(x)
-        np.exp(out, out=out)
+        return op_named("sigmoid").bind(xp)(x.astype(np.float32, order="C")).astype(x.dtype)
+    if xp is np and x.dtype.char in "fd":
+        # Four passes in one piece of memory, a fifth of the time of what follows. Where the exponential would overflow
+        # the sigmoid is its inverse; each element is computed in one way, whatever stands beside it.
+        shape, x, low = x.shape, x.reshape(-1), -80 if x.dtype.char == "f" else -700
+        out, far = np.negative(x), x < low if np.fmin.reduce(x, initial=0) < low else None
+        np.exp(out if far is None else np.minimum(out, -low, out=out), out=out)
         out += 1
-        return np.reciprocal(out, out=out)
+        np.reciprocal(out, out=out)
+        if far is not None:
+            out[far] = np.exp(x[far])
+        return out.reshape(shape)
     # One exponential of a non-positive number (or one whose real part is not positive): no overflow for either sign.
     right = x.real >= 0 if x.dtype.kind == "c" else x >= 0
     e = xp.exp(xp.where(right, -x, x) if x.dtype.kind == "c" else -xp.abs(x))

@@ -67,10 +67,11 @@ LDEXP, _scaled = binary(
 )
 POW, pow = binary(
     "pow",
-    "``x1`` to the power ``x2``.",
+    "``x1`` to the power ``x2``. Floats to a number of which twice is an integer, up to 64, are rounded once, with the "
+    "kernels in C; others are within a unit in the last place.",
     "[2, 3], 2 -> [4, 9]",
-    "power",
-    overrides={"cupy": fn.power_on_cuda},
+    fn.power,
+    overrides={"numpy": first(ops.power, fn.power), "cupy": fn.power_on_cuda},
     cuda="pow{f}({0}, {1})",
 )
 NEGATIVE, negative = unary(
@@ -376,7 +377,7 @@ def _bounds_nothing(op: Op, dtype: np.dtype, bound: Any) -> bool:
 
 
 def _silu(xp: Any, x: Any) -> Any:
-    wide = x.astype(np.float32) if is_low_precision(x.dtype) else x
+    wide = x.astype(np.float32, order="C") if is_low_precision(x.dtype) else x
     s = SIGMOID.bind(xp)(wide)
     # From where on the sigmoid is 0 in every dtype the product is: that of -inf would be NaN.
     out = wide * s if x.dtype.kind == "c" else xp.maximum(wide, SILU_IS_ZERO) * s

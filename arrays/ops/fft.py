@@ -347,3 +347,4 @@ def ifftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
 
 
 __all__ = defined(globals())
+__dir__ = __all__.copy

@@ -40,3 +40,4 @@ from .transformed import (
 )
 
 __all__ = [n for n in dir() if not n.startswith("_") and callable(globals()[n])]
+__dir__ = __all__.copy

@@ -372,3 +372,4 @@ __all__ = [
     "warmup_cosine",
     "warmup_linear",
 ]
+__dir__ = __all__.copy

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
-from ...arrays.nn import activations, gelu
+from ...arrays.nn import activations, gelu, regression_losses
 from ...arrays.ops import elementwise as ew
 from .registry import call, conj, defanalytic, defvjp, defvjp_of_short, same
 
@@ -54,10 +54,10 @@ defvjp(ew.LDEXP, x=lambda xp, g, y: call(xp, ew.LDEXP, g, y))
 def _pow_x(xp, g, x, y):
     # 0 * x**(-1) would be NaN at x = 0 for y = 0, where the derivative is 0.
     if isinstance(y, bool | int | float | complex):  # stays a scalar, which never widens x
-        return 0.0 * g if y == 0 else g * conj(xp, y * x ** (y - 1))
+        return 0.0 * g if y == 0 else g * conj(xp, y * call(xp, ew.POW, x, y - 1))
     # (Where y is 0 so is the derivative, but not that of it by y: 1 / x, where that is finite.)
     base = xp.where((y == 0) & ~(xp.abs(x) > np.finfo(g.dtype).tiny / 4), 1.0, x)
-    return g * conj(xp, y * base ** (y - 1))
+    return g * conj(xp, y * call(xp, ew.POW, base, y - 1))
 
 
 def _pow_y(xp, g, x, ans):
@@ -243,6 +243,13 @@ defanalytic(
     activations.SWIGLU,
     gate=lambda xp, g, gate, up: call(xp, activations.SWIGLU_BACKWARD, g, gate, up),
     up=lambda xp, g, gate: call(xp, activations.SWIGLU, gate, g),
+)
+
+
+defvjp(
+    regression_losses.HUBER,
+    x=lambda xp, g, x, delta: g * xp.clip(x, -delta, delta),
+    delta=lambda xp, g, x, delta: g * xp.maximum(xp.abs(x) - delta, 0.0),
 )
 
 

@@ -1,12 +1,14 @@
 """Derivatives of reductions, sorting and running sums; legend in ``registry``.
 
-Running products are differentiated through their decomposition, which has no division and so no trouble with zeros.
+Derivatives of products have no division, and so no trouble with zeros.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ...arrays.native import AVAILABLE
+from ...arrays.native import ops as native
 from ...arrays.reductions import cumulative, sorting
 from ...arrays.reductions import reductions as r
 from .registry import call, conj, defvjp
@@ -75,6 +77,10 @@ defvjp(r.MIN, x=_extremum)
 def _sort(xp, g, x, axis, descending, stable):
     # Where each element of x went: the order of the order. The cotangent goes back the same way.
     order = call(xp, sorting.ARGSORT, x, axis=axis, descending=descending, stable=stable)
+    if xp is np:
+        out = np.empty_like(g)
+        np.put_along_axis(out, order, g, axis)
+        return out
     back = call(xp, sorting.ARGSORT, order, axis=axis, descending=False, stable=False)
     return xp.take_along_axis(g, back, axis=axis)
 
@@ -84,5 +90,24 @@ def _cumulative_sum(xp, g, axis):
     return xp.flip(call(xp, cumulative.CUMULATIVE_SUM, reverse, axis=axis), axis=axis)
 
 
+def _cumulative_prod(xp, g, x, axis):
+    # Of each element the product of those before it, times the sum of g over the later results, each with the product
+    # of what lies between: sum[i] = g[i] + x[i + 1] * sum[i + 1], by doubling.
+    if xp is np and AVAILABLE and (out := native.cumulative_prod_backward(g, x, axis)) is not NotImplemented:
+        return out
+    n, lead = x.shape[axis], (slice(None),) * axis
+    x = conj(xp, x)
+    one = xp.ones_like(x[(*lead, slice(None, 1))])
+    before = call(xp, cumulative.CUMULATIVE_PROD, xp.concat([one, x[(*lead, slice(None, -1))]], axis=axis), axis=axis)
+    total, between, step = g, x[(*lead, slice(1, None))], 1
+    while step < n:
+        front, back = (*lead, slice(None, -step)), (*lead, slice(step, None))
+        total = xp.concat([total[front] + between * total[back], total[(*lead, slice(n - step, None))]], axis=axis)
+        between = between[front] * between[back]
+        step *= 2
+    return before * total
+
+
 defvjp(sorting.SORT, x=_sort)
+defvjp(cumulative.CUMULATIVE_PROD, x=_cumulative_prod)
 defvjp(cumulative.CUMULATIVE_SUM, x=_cumulative_sum)

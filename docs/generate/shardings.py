@@ -43,6 +43,7 @@ WHY = {
     "prod": "of complex numbers alone, which are multiplied in order",
     "sort": "each place depends on all elements",
     "argsort": "each place depends on all elements",
+    "topk": "each place depends on all elements",
     "searchsorted": "each value is looked for in the whole table",
     "cumulative_prod": "each element depends on all before it",
     "cumulative_sum": "each element depends on all before it",

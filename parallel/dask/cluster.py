@@ -140,3 +140,7 @@ def _preloads() -> list[str]:
 
     users = dask.config.get("distributed.worker.preload")
     return [*([users] if isinstance(users, str) else users), worker_preload.__name__]
+
+
+__all__ = ["connect", "local_cluster"]
+__dir__ = __all__.copy

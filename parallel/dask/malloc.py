@@ -130,3 +130,7 @@ def _measured() -> tuple[int | None, tuple[str, ...]]:
     thread.start()
     thread.join()
     return min(faults), unlike
+
+
+__all__ = ["Allocator", "allocators"]
+__dir__ = __all__.copy

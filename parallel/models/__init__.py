@@ -16,3 +16,4 @@ from . import decoder, encoder, moe
 from .plans import Plan, Stages
 
 __all__ = ["Plan", "Stages", "decoder", "encoder", "moe"]
+__dir__ = __all__.copy

@@ -49,3 +49,4 @@ __all__ = [
     "grad_cache",
     "lora",
 ]
+__dir__ = __all__.copy

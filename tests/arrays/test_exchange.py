@@ -254,3 +254,33 @@ def test_a_sign_that_pytorch_holds_back_is_read():
     for copy in (None, True, False):
         assert mt.from_dlpack(Negative(np.ones(2)), copy=copy).tolist() == [-1.0, -1.0]
     assert mt.asarray(Negative(np.ones(2))).tolist() == [-1.0, -1.0]
+
+
+class Parameter(Old):
+    """A tensor of PyTorch that requires a gradient, which exports nothing; ``detach`` gives one that does not."""
+
+    requires_grad = True
+    is_leaf = True
+
+    def __dlpack__(self, **options):
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+
+    def detach(self):
+        return Old(self.x)
+
+
+def test_parameters_are_read_and_what_is_computed_of_them_is_not():
+    """A leaf has no history that would be lost; the result of a calculation has."""
+    weights = np.arange(3.0)
+    for read in (mt.asarray, mt.from_dlpack):
+        x = read(Parameter(weights))
+        weights[0] = 7
+        assert x.tolist() == [0, 1, 2]
+        weights[0] = 0
+        computed = Parameter(weights)
+        computed.is_leaf = False
+        with pytest.raises(mt.errors.ArgumentError, match="detach"):
+            read(computed)

@@ -115,7 +115,8 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 def test_every_kernel_is_tested() -> None:
     ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product", "softmax_of_rows"}
-    assert ours | {"rotary_embedding"} == set(native._kernels.KERNELS)
+    ours |= {"rotary_embedding", "power", "group_norm", "group_norm_backward", "cumulative_prod_backward"}
+    assert ours == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,6 +280,105 @@ def test_labels_of_any_integer_type(dtype: Any) -> None:
     np.testing.assert_allclose(float(loss), -np.log(p[at]).mean(), rtol=1e-5)
     p[at] -= 1
     np.testing.assert_allclose(np.asarray(g), p / 40, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (3, 6, 130), (1, 6, 1), (4, 6)])
+def test_norms_of_groups(shape: tuple[int, ...], dtype: Any) -> None:
+    rng = np.random.default_rng(9)
+    x, g = (rng.standard_normal(shape).astype(dtype) + dtype(offset) for offset in (40, 0))
+    w, b = (rng.standard_normal(6).astype(dtype) for _ in range(2))
+    for num_groups in (1, 2, 6):
+        params = {"num_groups": num_groups, "axis": 1, "eps": 1e-5}
+        for seed in (g, np.broadcast_to(dtype(0.5), shape)):
+            for name, args in (("group_norm", [x, w, b]), ("group_norm_backward", [seed, x, w])):
+                got, want = getattr(ops, name)(*args, **params), OPS[name].impl(np, *map(np.float64, args), **params)
+                for found, wanted in zip(*(o if type(o) is tuple else [o] for o in (got, want)), strict=True):
+                    check(found, wanted, 2e-5 if dtype == np.float32 else 1e-11)
+        assert ops.group_norm(x, w.astype(np.float16), b, **params) is NotImplemented
+        assert ops.group_norm(x, w, b[:3], **params) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_derivative_of_running_products(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(10).uniform(-1.5, 1.5, (40, 6)).astype(dtype)
+    x[3, 0] = x[5, 1] = x[9, 1] = x[0, 2] = x[39, 3] = 0
+    x[:, 4], x[:4, 5], x[4:18, 5], x[18:, 5] = (
+        1e-12,
+        1e-10,
+        1e3,
+        0.5,
+    )  # what follows overflows float32, and the product does not
+
+    def slopes(axis: int) -> np.ndarray:
+        _, pull = mt.vjp(lambda x: mt.cumulative_prod(x, axis=axis), mt.asarray(x))
+        return np.asarray(pull(mt.asarray(np.cos(np.arange(240.0)).reshape(40, 6).astype(dtype)))[0])
+
+    got = [slopes(0), slopes(1)]
+    monkeypatch.setattr(ops, "cumulative_prod_backward", lambda *_: NotImplemented)
+    x = x.astype(np.float64)
+    dtype = np.float64
+    want = [slopes(0), slopes(1)]
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5 if got[0].dtype == np.float32 else 1e-12, atol=1e-30)
+
+
+POWERS = [2, 3, 4, 7, 64, -1, -2, -5, 3.0, 0.5, 1.5, -0.5, -2.5]
+
+
+@pytest.mark.parametrize("y", POWERS)
+def test_powers_are_rounded_once(y: float) -> None:
+    """The nearest number to the exact power; of a root, one whose square is the power of twice the exponent."""
+    rng = np.random.default_rng(8)
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+        x = (rng.uniform(0.9, 1.1, 150) * rng.choice([1, -1 if y % 1 == 0 else 1], 150)).astype(dtype)
+        got = np.asarray(mt.asarray(x) ** y)
+        assert got.dtype == dtype
+        for a, b, step in zip(
+            map(Fraction, x.tolist()), map(Fraction, got.tolist()), np.spacing(abs(got)), strict=True
+        ):
+            half = Fraction(float(step)) * Fraction(501, 1000)
+            if y % 1:
+                assert (abs(b) - half) ** 2 <= a ** int(2 * y) <= (abs(b) + half) ** 2
+            else:
+                assert abs(a ** int(y) - b) <= half
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("y", POWERS)
+def test_powers_of_odd_numbers_are_those_of_c(y: float, dtype: Any) -> None:
+    x = np.asarray([*ODD, -3.5, 1e13, -1e13, 1e200, 1e-200, -1e-103, 1e154, 1e-154, 5e-324]).astype(dtype)
+    x = np.repeat(x, 20)  # in vectors and beyond them
+    got = np.asarray(mt.asarray(x) ** y)
+    want = np.asarray([math.inf if v == -math.inf and y == 0.5 else np.power(v, np.full(2, y, dtype))[0] for v in x])
+    parts = np.asarray([(mt.asarray(v) ** y).item() for v in x], dtype)
+    np.testing.assert_allclose(got, want, rtol=4 * np.finfo(dtype).eps, atol=2 * np.finfo(dtype).smallest_subnormal)
+    zeros = got == 0
+    np.testing.assert_array_equal(np.signbit(got[zeros]), np.signbit(want[zeros]) & (y != 0.5))
+    np.testing.assert_array_equal(got, parts)  # an element has one value, beside whatever it stands
+    np.testing.assert_array_equal(got, np.asarray(mt.asarray(np.stack([x, x], 1))[:, 0] ** y))
+    np.testing.assert_array_equal(got, np.asarray(mt.asarray(x) ** mt.asarray(y, dtype=dtype)))
+
+
+def test_inverses_and_roots_are_those_of_ieee() -> None:
+    x = np.r_[2 - 2.0**-52, np.random.default_rng(11).uniform(1, 2, 5000)]
+    for y, want in ((-1, 1 / x), (0.5, np.sqrt(x)), (1, x), (2, x * x)):
+        np.testing.assert_array_equal(mt.asarray(x) ** y, want)
+
+
+def test_powers_raise_what_is_asked_for() -> None:
+    with np.errstate(all="raise"):
+        for y in (3, -3, 0.5, -0.5):
+            mt.asarray([1.0, math.inf, math.nan, 1e-90]) ** y
+        for x, y, text in (
+            (0.0, -3, "divide by zero"),
+            (-2.0, 0.5, "invalid"),
+            (1e-200, 2, "under"),
+            (1e200, 2.5, "over"),
+        ):
+            with pytest.raises(FloatingPointError, match=f"{text}.* encountered in power"):
+                mt.asarray([1.0, x]) ** y
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:

@@ -209,6 +209,50 @@ def test_functions_of_two_are_rounded_once(name: str, dtype: str) -> None:
             assert apart(got.numpy(), want).max() <= (dtype == "float16" and name in ("pow", "atan2"))
 
 
+ALONE = [
+    *OF_EVERY,
+    *("nn.sigmoid", "nn.silu", "nn.gelu", "nn.elu", "nn.softplus", "nn.mish", "nn.softsign", "nn.hard_silu"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ALONE)
+def test_the_value_of_an_element_is_its_own(name: str, dtype: str) -> None:
+    """Whatever stands beside it, and however the array lies: of every number, to the bit."""
+    fn: Any = getattr(nn if name.startswith("nn.") else mt, name.removeprefix("nn."))
+    x = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+
+    def bits(v: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(v.astype(np.float32)), 0x7FFF, v.view(np.uint16))
+
+    def value(v: np.ndarray) -> np.ndarray:
+        return bits(np.asarray(fn(mt.asarray(v))))
+
+    whole = value(x)
+    np.testing.assert_array_equal(value(x[::-1])[::-1], whole)
+    np.testing.assert_array_equal(value(x.reshape(256, 256).T).T.reshape(-1), whole)
+    np.testing.assert_array_equal(np.concatenate([value(x[i : i + 293]) for i in range(0, x.size, 293)]), whole)
+    step = 13 if name == "nn.sigmoid" else 997
+    assert [value(v).item() for v in x[::step].reshape(-1, 1)] == whole[::step].tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_sigmoid_of_numpy_is_one_function(dtype: Any) -> None:
+    """Without the kernels in C, too: beside numbers whose exponential overflows, and without dimensions."""
+    numpy_form: Any = mt.arrays.OPS["sigmoid"].impl
+    x = np.concatenate([np.linspace(-110, 110, 2001), np.linspace(-760, 10, 500), [-np.inf, np.inf, np.nan]]).astype(
+        dtype
+    )
+    got = numpy_form(np, x)
+    np.testing.assert_array_equal(numpy_form(np, x[::-1])[::-1], got)
+    np.testing.assert_array_equal(numpy_form(np, x[x > -60]), got[x > -60])
+    np.testing.assert_array_equal([numpy_form(np, v) for v in np.split(x, x.size)], got[:, None])
+    wide = x.astype(np.float64)
+    exact = np.where(wide < -40, np.exp(wide), 1 / (1 + np.exp(-np.maximum(wide, -40))))
+    np.testing.assert_allclose(got, exact, rtol=8 * np.finfo(dtype).eps, atol=1e-322 if dtype == np.float64 else 1e-44)
+
+
 def test_slopes_of_the_largest_numbers() -> None:
     for dtype, large in ((mt.float32, 1e25), (mt.float64, 1e200)):
         x = mt.asarray(large, dtype=dtype)

@@ -161,3 +161,32 @@ def test_uint64_among_signed_integers_is_compared_exactly():
             assert mt.searchsorted(mt.asarray(table), mt.asarray(values), side=side).tolist() == expected
     assert mt.isin(mt.asarray(unsigned), mt.asarray(signed)).tolist() == [True, True, False, False]
     assert mt.isin(mt.asarray(signed), mt.asarray(unsigned), invert=True).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "bool", "int8", "uint32", "int64", "uint64"]
+)
+@pytest.mark.parametrize(("shape", "axis"), [((9, 400), 1), ((700, 4), 0), ((3000,), 0)])
+def test_orders_of_many_elements_are_stable(shape: tuple[int, ...], axis: int, dtype: str) -> None:
+    """Many are equal: NaN of both signs, zeros of both signs, numbers above half of the range."""
+    x = np.asarray(mt.asarray(np.random.default_rng(3).integers(-200, 200, shape)).astype(dtype)).copy()
+    wide = x
+    if "float" in dtype:
+        for i, v in enumerate([np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf]):
+            x.reshape(-1)[i::17] = v
+        wide = x.astype(np.float64)
+    n = shape[axis]
+    up = np.argsort(wide, axis=axis, kind="stable")
+    down = n - 1 - np.flip(np.argsort(np.flip(wide, axis), axis=axis, kind="stable"), axis)
+    for largest, want in ((False, up), (True, down)):
+        np.testing.assert_array_equal(mt.argsort(mt.asarray(x), axis=axis, descending=largest), want)
+        for k in (0, 1, 7, n // 3, n):
+            values, places = mt.topk(mt.asarray(x), k, axis=axis, largest=largest)
+            np.testing.assert_array_equal(places, np.take(want, range(k), axis=axis))
+            values = np.asarray(values, wide.dtype)
+            np.testing.assert_array_equal(values, np.take_along_axis(wide, np.asarray(places), axis=axis))
+    if "float" not in dtype:
+        return
+    g = np.random.default_rng(4).standard_normal(shape)
+    (got,) = meshtape.vjp(lambda x: mt.sort(x, axis=axis), mt.asarray(wide))[1](mt.asarray(g))
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(got), up, axis=axis), g)

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.namespaces import HOMES
+from meshtape.namespaces import DOCUMENTED, HOMES
 
 PATHS = [n for n in mt.__all__ if isinstance(getattr(mt, n), types.ModuleType)]
 INNER = ["models.encoder", "training.step", "random.keys", "storage.browse", "parallel.training"]
@@ -74,6 +75,16 @@ def test_what_there_is_not(name):
     assert e.value.name == name
 
 
-def test_no_name_of_ours_is_a_namespace_by_accident():
-    assert set(mt.tree.__all__) == {n for n in dir(mt.tree) if n in mt.tree.__all__}
+def test_public_modules_show_what_is_public():
+    """In completion and to ``import *``: no NumPy, no typing, no helpers."""
+    for path in (*DOCUMENTED, "arrays", "autodiff", "parallel", "storage"):
+        module = importlib.import_module(f"meshtape.{path}")
+        names = dir(module)
+        assert names == sorted(module.__all__), path
+        assert not {"np", "Any", "annotations", "Callable", "Mapping"} & set(names), path
+        assert all(getattr(module, n) is not np for n in names), path
+        got: dict = {}
+        exec(f"from meshtape.{path} import *", got)
+        assert set(names) <= set(got), path
+    assert dir(mt) == sorted(mt.__all__)
     assert {"register", "tree_map", "TreeDef"} <= set(mt.tree.__all__)

@@ -16,6 +16,7 @@ vectors without leave to reorder anything else, and keeps more digits. NaN and i
 #define EXP_MOST 89.0f      /* and infinite above */
 #define LN2_HIGH 0.693145751953125f
 #define LN2_LOW 1.42860682030941723212e-6f
+#define SMALLEST FLT_MIN
 #define SQRT sqrtf
 #define LOG logf
 #define FMA fmaf
@@ -32,6 +33,7 @@ vectors without leave to reorder anything else, and keeps more digits. NaN and i
 #define EXP_MOST 710.0
 #define LN2_HIGH 0.693147180369123816490
 #define LN2_LOW 1.90821492927058770002e-10
+#define SMALLEST DBL_MIN
 #define SQRT sqrt
 #define LOG log
 #define FMA fma

@@ -12,7 +12,10 @@ small kernel. */
 #include <Python.h>
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
+#include <numpy/npy_math.h>
+#include <numpy/ufuncobject.h>
 #include <fenv.h>
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -51,6 +54,7 @@ typedef struct {
     double value;
     int64_t ignored;
     int flag, repeated; /* repeated: the first operand is one number */
+    int *raised;        /* what NumPy warns of, or raises: bits of NPY_FPE */
     char one[MOST_OPERANDS]; /* whether an operand is one number (e), or one row (m) */
 } Job;
 
@@ -87,7 +91,8 @@ typedef struct {
     const char *name;
     /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
        n: one number a row. e: every element, or one number for all. m: a truth value for every element, or for one row that all rows
-       have. h: a table of rows of half the elements. Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
+       have. h: a table of rows of half the elements. c: one number for each channel, of which `ignored` numbers lie together in a row.
+       Written: o, every element; r, one number a row; p, a row for each chunk of rows; q, one number for each channel of a row. */
     const char *operands;
     Kernel f32, f64;
 } Entry;
@@ -99,6 +104,9 @@ static const Entry KERNELS[] = {
     ENTRY(layer_norm_backward, "gxwopp"),
     ENTRY(rms_norm, "xwo"),
     ENTRY(rms_norm_backward, "gxwop"),
+    ENTRY(group_norm, "xcco"),
+    ENTRY(group_norm_backward, "gxcoqq"),
+    ENTRY(cumulative_prod_backward, "gxo"),
     ENTRY(softmax, "xo"),
     ENTRY(softmax_of_rows, "xorr"),
     ENTRY(softmax_backward, "gxo"),
@@ -109,6 +117,7 @@ static const Entry KERNELS[] = {
     ENTRY(gelu, "xo"),
     ENTRY(gelu_backward, "gxo"),
     ENTRY(sigmoid, "xo"),
+    ENTRY(power, "xo"),
     ENTRY(swiglu, "gxo"),
     ENTRY(swiglu_backward, "gxxo"),
     ENTRY(tanh_backward, "gxo"),
@@ -150,6 +159,8 @@ static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows
         if (count != job->width) return 0;
         break;
     case 'e':
+        if (count == rows * job->width && count > 1 && is_one_number(v)) return *one = 1;
+        /* fall through */
     case 'm':
         if (count == rows * job->width) break;
         if (count != (letter == 'e' ? 1 : job->width)) return 0;
@@ -158,6 +169,17 @@ static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows
     case 'h':
         if (job->width < 2 || job->width % 2 || !count || count % (job->width / 2)) return 0;
         job->period = count / (job->width / 2);
+        break;
+    case 'c': {
+        const int64_t each = job->ignored;
+        if (each < 1 || job->width % each || !count || count % (job->width / each)) return 0;
+        const ptrdiff_t period = count / (job->width / each);
+        if (job->period && job->period != period) return 0;
+        job->period = period;
+        break;
+    }
+    case 'q':
+        if (count * job->ignored != rows * job->width) return 0;
         break;
     case 'p':
         if (count != chunks * job->width) return 0;
@@ -175,7 +197,7 @@ PyDoc_STRVAR(call_doc,
 static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_ssize_t number, rows, width, start, stop, chunk;
     long long ignored;
-    int flag;
+    int flag, raised = 0;
     double value;
     PyObject *operands;
     if (!PyArg_ParseTuple(args, "nO!nnnnndiL", &number, &PyTuple_Type, &operands, &rows, &width, &start, &stop, &chunk, &value, &flag,
@@ -187,14 +209,14 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     const Py_ssize_t count = PyTuple_GET_SIZE(operands);
     if (count != (Py_ssize_t)strlen(entry->operands))
         return PyErr_Format(PyExc_TypeError, "%s takes %d operands, got %zd", entry->name, (int)strlen(entry->operands), count);
-    Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag};
+    Job job = {.width = width, .chunk = chunk, .value = value, .ignored = ignored, .flag = flag, .raised = &raised};
     View v = {0};
     Py_ssize_t itemsize = 0; /* of the first operand */
     int good = 1;
     char kind = 0;
     for (Py_ssize_t i = 0; good && i < count; i++) {
         const char letter = entry->operands[i];
-        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("orp", letter) != NULL, &v))) break;
+        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("orpq", letter) != NULL, &v))) break;
         if (!kind) {
             kind = v.kind == 'f' || v.kind == 'd' ? v.kind : 'x';
             itemsize = v.itemsize;
@@ -221,6 +243,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
         }
     }
     PyMem_RawFree(row);
+    if (raised && PyUFunc_GiveFloatingpointErrors(entry->name, raised) < 0) return NULL;
     return PyBool_FromLong(good);
 }
 
@@ -342,7 +365,7 @@ static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static int fill(PyObject *module) {
-    if (PyArray_ImportNumPyAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0)
+    if (PyArray_ImportNumPyAPI() < 0 || PyUFunc_ImportUFuncAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0)
         return -1;
     PyObject *names = PyTuple_New(COUNT);
     if (!names) return -1;

@@ -84,6 +84,70 @@ KERNEL(swiglu_backward) { /* g, gate, up, out: of the gate */
     }
 }
 
+/* A product of numbers, each the unevaluated sum of two in float64; in float32 the first alone has more digits than the result. */
+#ifdef IS_FLOAT
+#define TIMES(b, bl) h[k] *= (b)[k]
+#else
+#define TIMES(b, bl)                                                           \
+    do {                                                                       \
+        const double a = h[k], p = a * (b)[k];                                 \
+        l[k] = fma(a, (b)[k], -p) + (a * (bl)[k] + l[k] * (b)[k]);             \
+        h[k] = p;                                                              \
+    } while (0)
+#endif
+
+/* x, out: to a power of which twice is an integer other than 0, by squaring. Rounded once, to within 0.501 units in the last place. */
+KERNEL(power) {
+    const REAL *x = job->at[0];
+    REAL *out = job->at[1];
+    const int twice = (int)fabs(2 * job->value), root = twice % 2, n = root ? twice : twice / 2, inverse = job->value < 0;
+    int top = 1;
+    while (2 * top <= n) top *= 2;
+    double h[PIECE], b[PIECE];
+#ifndef IS_FLOAT
+    double l[PIECE], bl[PIECE];
+    const int exact = n == 1 && !(root && inverse); /* one operation, which rounds rightly, also beside the middle of two numbers */
+#endif
+    for (ptrdiff_t i = start; i < stop; i += PIECE) {
+        const ptrdiff_t m = stop - i < PIECE ? stop - i : PIECE;
+        EACH for (ptrdiff_t k = 0; k < m; k++) {
+            const double v = x[i + k], u = root ? sqrt(v == -INFINITY ? INFINITY : v + 0.0) : v, w = inverse ? 1 / u : u;
+#ifndef IS_FLOAT
+            const double rest = root ? fma(-u, u, v) / (2 * u) : 0; /* what u lacks of the root */
+            bl[k] = l[k] = exact ? 0 : inverse ? w * (fma(-w, u, 1) - w * rest) : rest;
+#endif
+            b[k] = h[k] = w;
+        }
+        for (int bit = top / 2; bit; bit /= 2) {
+            EACH for (ptrdiff_t k = 0; k < m; k++) TIMES(h, l);
+            if (n & bit) EACH for (ptrdiff_t k = 0; k < m; k++) TIMES(b, bl);
+        }
+        INTEGER odd = 0; /* of the type of the elements, so that the loop becomes vectors */
+        EACH for (ptrdiff_t k = 0; k < m; k++) {
+#ifdef IS_FLOAT
+            const REAL r = (REAL)h[k];
+#else
+            const double sum = h[k] + l[k]; /* no number where the first is infinite, or the inverse of that; a zero loses its sign */
+            const REAL r = sum == sum && sum != 0 ? sum : h[k];
+#endif
+            out[i + k] = r;
+            odd |= (r < 0 ? -r : r) >= SMALLEST && r - r == 0 ? 0 : 1;
+        }
+        if (!odd) continue;
+        INTEGER infinite = 0, zero = 0, less = 0, none = 0;
+        EACH for (ptrdiff_t k = 0; k < m; k++) {
+            const REAL v = x[i + k], r = out[i + k], size = r < 0 ? -r : r, finite = v - v == 0 ? 1 : 0, given = v == 0 ? 0 : finite;
+            zero |= finite > given && size == INFINITY ? 1 : 0;
+            infinite |= given > 0 && size == INFINITY ? 1 : 0;
+            less |= given > 0 && size < SMALLEST ? 1 : 0;
+            none |= given > 0 && r != r ? 1 : 0;
+        }
+        *job->raised |= (zero ? NPY_FPE_DIVIDEBYZERO : 0) | (infinite ? NPY_FPE_OVERFLOW : 0) | (less ? NPY_FPE_UNDERFLOW : 0) |
+                        (none ? NPY_FPE_INVALID : 0);
+    }
+}
+#undef TIMES
+
 /* Derivatives of activations, from their results: g, y, out. */
 #define PULL(name, slope)                                                                    \
     KERNEL(name) {                                                                           \

@@ -80,6 +80,60 @@ KERNEL(rms_norm_backward) { /* g, x, weight, dx, partial sums of dweight */
     }
 }
 
+/* ----- norms of groups of channels: a row is a group, `ignored` numbers are a channel ----- */
+
+KERNEL(group_norm) { /* x, weight, bias, out */
+    const ptrdiff_t n = job->width, each = (ptrdiff_t)job->ignored, inside = n / each;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *x = (const REAL *)job->at[0] + i * n;
+        const REAL *w = (const REAL *)job->at[1] + i % job->period * inside, *b = (const REAL *)job->at[2] + i % job->period * inside;
+        REAL *out = (REAL *)job->at[3] + i * n;
+        REAL m, o;
+        const REAL inverse = FN(statistics)(x, n, (REAL)job->value, &m, &o);
+        for (ptrdiff_t c = 0; c < inside; c++, x += each, out += each) {
+            const REAL wc = w[c], bc = b[c];
+            EACH for (ptrdiff_t k = 0; k < each; k++) out[k] = ((x[k] - m) - o) * inverse * wc + bc;
+        }
+    }
+}
+
+KERNEL(group_norm_backward) { /* g, x, weight, dx, sums of a channel of a sample for dweight and dbias */
+    const ptrdiff_t n = job->width, each = (ptrdiff_t)job->ignored, inside = n / each;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *x = (const REAL *)job->at[1] + i * n;
+        const REAL *w = (const REAL *)job->at[2] + i % job->period * inside;
+        REAL *out = (REAL *)job->at[3] + i * n, *dw = (REAL *)job->at[4] + i * inside, *db = (REAL *)job->at[5] + i * inside;
+        REAL m, o, along = 0, across = 0;
+        const REAL inverse = FN(statistics)(x, n, (REAL)job->value, &m, &o);
+        for (ptrdiff_t c = 0; c < inside; c++) {
+            const REAL *gc = g + c * each, *xc = x + c * each;
+            SUM(total, each, gc[k]);
+            SUM(product, each, gc[k] * ((xc[k] - m) - o));
+            db[c] = total, dw[c] = product * inverse;
+            along += total * w[c], across += product * w[c];
+        }
+        const REAL level = along / (REAL)n, slope = across / (REAL)n * inverse * inverse;
+        for (ptrdiff_t c = 0; c < inside; c++, g += each, x += each, out += each) {
+            const REAL wc = w[c];
+            EACH for (ptrdiff_t k = 0; k < each; k++) out[k] = ((g[k] * wc - level) - ((x[k] - m) - o) * slope) * inverse;
+        }
+    }
+}
+
+/* ----- running products ----- */
+
+KERNEL(cumulative_prod_backward) { /* g, x, out: of each element the product of those before it, times the sum of g over it and those
+                                      behind it, each with the product of what lies between. No division, so that zeros are no special case. */
+    const ptrdiff_t n = job->width;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const REAL *g = (const REAL *)job->at[0] + i * job->stride, *x = (const REAL *)job->at[1] + i * n;
+        REAL *out = (REAL *)job->at[2] + i * n;
+        REAL sum = 0, product = 1;
+        for (ptrdiff_t k = n; k--;) out[k] = sum = g[k] + (k + 1 < n ? x[k + 1] * sum : 0);
+        for (ptrdiff_t k = 0; k < n; product *= x[k++]) out[k] *= product;
+    }
+}
+
 /* ----- softmaxes ----- */
 
 /* What is subtracted before exp: the largest number, unless it is infinite. */

@@ -12,6 +12,7 @@
 #undef EXP_MOST
 #undef LN2_HIGH
 #undef LN2_LOW
+#undef SMALLEST
 #undef SQRT
 #undef LOG
 #undef FMA

@@ -18,6 +18,8 @@ from ...core.dispatch import apply, as_number
 from ...core.errors import ShapeError
 from ...core.op import Op, composite
 from ...kernels import channel_norms as kernels
+from ...native import ops
+from ...native.calls import first
 from ...ops.manipulation import astype, reshape
 from ...ops.param_kinds import AXIS, NUMBER, POSITIVE
 from ...reductions.moments import mean
@@ -156,7 +158,7 @@ GROUP_NORM = Op(
     _group_norm,
     infer_affine,
     decompose=_decompose,
-    overrides={"cupy": kernels.group_norm},
+    overrides={"numpy": first(ops.group_norm, _group_norm), "cupy": kernels.group_norm},
     params=_PARAMS,
     wide_sums=True,
 )
@@ -167,7 +169,10 @@ GROUP_NORM_BACKWARD = Op(
     infer_affine_backward,
     nout=3,
     decompose=_decompose_backward,
-    overrides={"cupy": kernels.group_norm_backward},
+    overrides={
+        "numpy": first(ops.group_norm_backward, _group_norm_backward),
+        "cupy": kernels.group_norm_backward,
+    },
     params=_PARAMS,
 )
 

@@ -35,7 +35,7 @@ def _solve(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -
 # ----- along axes -----------------------------------------------------------------------------------------------------
 
 
-_ORDERED = (cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT)
+_ORDERED = (cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT, sorting.TOPK)
 """Kept whole by choice: a product by doubling would multiply in another order, which has other bits, and NaN where
 complex numbers are infinite."""
 
