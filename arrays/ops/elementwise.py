@@ -67,8 +67,7 @@ LDEXP, _scaled = binary(
 )
 POW, pow = binary(
     "pow",
-    "``x1`` to the power ``x2``. Floats to a number of which twice is an integer, up to 64, are rounded once, with the "
-    "kernels in C; others are within a unit in the last place.",
+    "``x1`` to the power ``x2``.",
     "[2, 3], 2 -> [4, 9]",
     fn.power,
     overrides={"numpy": first(ops.power, fn.power), "cupy": fn.power_on_cuda},

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .parts import CHECKPOINT, JSON, each, examples, print_json
+from .parts import CHECKPOINT, JSON, MISSING, each, examples, print_json
 
 _LISTENING = (
     click.option(
@@ -83,20 +83,26 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
 )
 @click.argument("path", type=CHECKPOINT, metavar="PATH_OR_URL")
 @each(_LISTENING)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Open it anew where another takes its place. Clients of Zarr that read meanwhile may have some of each.",
+)
+@MISSING
 @JSON
-def serve(path: str, host: str, port: int, token: str | None, as_json: bool) -> None:
+def serve(path: str, as_json: bool, **options: Any) -> None:
     """Serve the bytes of a checkpoint over HTTP, as safetensors and as Zarr.
 
     Below the printed address, safetensors/ is a directory as Hugging Face has them, and zarr/ a Zarr v3 hierarchy,
     whatever the kind of the checkpoint. Readers of either ask for the ranges that they need. Nothing is copied to a
-    disk, nothing is changed, and nothing but this checkpoint can be reached. Ends with Ctrl-C. With --json, prints the
-    addresses as JSON and serves all the same.
+    disk, nothing is changed, and nothing but this checkpoint can be reached. Once it was replaced, requests are
+    answered by 409. Ends with Ctrl-C. With --json, prints the addresses as JSON and serves all the same.
     """
     from meshtape.storage.serving.server import CheckpointServer
 
     from .tables import write_text
 
-    server = CheckpointServer(path, host=host, port=port, token=token)
+    server = CheckpointServer(path, **options)
     if as_json:
         places = {"safetensors": f"{server.url}safetensors/", "zarr": f"{server.url}zarr/"}
         print_json(places | {"path": server.source.path, "skipped": server.source.skipped})

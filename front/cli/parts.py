@@ -10,6 +10,12 @@ import click
 from ..storage.browse.model.text import plain
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
+MISSING = click.option(
+    "--missing",
+    type=click.Choice(["error", "fill"]),
+    default="error",
+    help="Of Zarr by others: refuse chunks that are not there, or take them for the fill value.",
+)
 INTEGERS = click.option(
     "--integers",
     type=click.Choice(["equal", "first", "last"]),

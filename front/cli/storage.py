@@ -19,7 +19,7 @@ import click
 from ..arrays.core.formatting import human_bytes, some
 from ..errors import Lossy
 from ..storage.browse.model.text import count
-from .parts import CHECKPOINT, JSON, WorkStopped, checked, dtype_names, each, examples, packing, print_json
+from .parts import CHECKPOINT, JSON, MISSING, WorkStopped, checked, dtype_names, each, examples, packing, print_json
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -154,12 +154,7 @@ _TARGET = (
         is_flag=True,
         help="Replace an existing checkpoint. Documents beside it stay; where there is anything else, nothing is done.",
     ),
-    click.option(
-        "--missing",
-        type=click.Choice(["error", "fill"]),
-        default="error",
-        help="Of Zarr by others: refuse chunks that are not there, or take them for the fill value.",
-    ),
+    MISSING,
 )
 
 

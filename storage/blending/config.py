@@ -166,7 +166,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
 
     if isinstance(config, Mapping):
         parsed, where = config, "configuration"
-        plain = _plain(config)
+        plain = _plain(config, iter(range(_MOST)))
         text = yaml.safe_dump(plain, sort_keys=False)
     else:
         if not isinstance(config, (str, os.PathLike)):
@@ -183,9 +183,11 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
                 raise CheckpointError(f"{text:.200} is no file of a configuration that can be read") from None
         try:
             parsed = _parsed(text)
-            plain = _plain(parsed)  # what holds itself has no end
+            plain = _plain(parsed, iter(range(_MOST)))  # what holds itself has no end
         except RecursionError:
             raise CheckpointError(f"{where} is no configuration: it holds itself, or is too deeply nested") from None
+        except CheckpointError as e:
+            raise CheckpointError(f"{where}: {e}") from None
         except (yaml.YAMLError, ValueError) as e:  # ValueError: an integer of thousands of digits
             raise CheckpointError(f"{where} is no YAML: {e}") from None
     if not isinstance(parsed, Mapping):
@@ -215,11 +217,18 @@ def _parsed(text: str) -> Any:
     return yaml.load(text, Loader)
 
 
-def _plain(node: Any) -> Any:
+_MOST = 100_000  # values: aliases of YAML make any number of a few lines
+
+
+def _plain(node: Any, room: Iterator[int]) -> Any:
+    if next(room, None) is None:
+        raise CheckpointError(f"a configuration has at most {_MOST:,} values")
     if isinstance(node, Mapping):
-        return {str(k): _plain(v) for k, v in node.items()}
+        return {str(k): _plain(v, room) for k, v in node.items()}
     if isinstance(node, (list, tuple)):
-        return [_plain(v) for v in node]
+        return [_plain(v, room) for v in node]
+    if isinstance(node, int) and node.bit_length() > 64:
+        raise CheckpointError("a configuration has integers of at most 64 bits")
     return node if isinstance(node, (bool, int, float)) or node is None else str(node)
 
 

@@ -21,7 +21,6 @@ from ..format.manifest import ArrayEntry, Manifest, read
 from ..format.zarr_format import DUAL_INDEX, dual_shard
 from ..stores import store
 from ..stores.contract import Store
-from ..stores.generations import Generation
 from .raw_tensor import RawTensor
 from .reading import opened
 from .safetensors import build_header, read_header
@@ -50,16 +49,6 @@ class DualTensor(ChunkedTensor):
     @property
     def how(self) -> str:
         return "a Zarr v3 array whose shards are safetensors files"
-
-    def raw_part(self, at: int) -> tuple[int, RawTensor] | None:
-        """(its first byte in the row-major order of the tensor, a run of bytes in a file) where byte ``at`` of that
-        order lies: the rows of a shard, with the checksum of all of them."""
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        coord = (at // (row * self.grid.shard[0]), *(0,) * (len(self.shape) - 1))
-        held, path = self.objects[coord], self.path(coord)
-        form = path, self.name, held.box.shape, self.dtype, held.start, held.nbytes
-        files = Generation({**self.generation.tags, path: store.at(self.root).tag(held.file) or ""})
-        return held.box.offset[0] * row, RawTensor(*form, held.crc32c if self.verify else None, generation=files)
 
     def refused(self, coord: Coord, value: int) -> CorruptCheckpoint:
         return self.damaged(self.path(coord), 0, coord, value, ~value)

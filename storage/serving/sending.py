@@ -56,12 +56,12 @@ class Answer:
         then: Callable[[bool], None],
     ) -> None:
         self.sock, self.source, self.then = sock, source, then
+        self.error: MeshtapeError | None = None  # that ended it
         self.moved = time.monotonic()  # when the client last took something
         self._file, self._at, self._stop = file, at, stop
         self._piece: Piece | None = piece
         self._first = at - (piece.stored_nbytes if isinstance(piece, RawTensor) else piece.size)
         self._sent = 0  # bytes of the piece
-        self._check: Future[int] | None = None  # of the piece
         self._coming: deque[tuple[int, RawTensor | Future[np.ndarray]]] = deque()
         sock.settimeout(_TURN)
         # Else the last byte waits until those before it are acknowledged.
@@ -77,19 +77,13 @@ class Answer:
                 coming = lying(self._file, at, self._at) or readers.submit(read, self._file, at, self._at)
                 self._coming.append((at, coming))
             try:
-                if isinstance(self._piece, RawTensor):
-                    if self._piece.summed and self._check is None:
-                        self._check = readers.submit(self._piece.verify)
-                    self._send_file(self._piece)
-                else:
-                    self._send_bytes(self._piece)
+                self._send_file(self._piece) if isinstance(self._piece, RawTensor) else self._send_bytes(self._piece)
             except TimeoutError:
                 raise _TakesNothing from None
             if not self._coming:
                 return
             self._first, coming = self._coming.popleft()
             self._piece, self._sent = coming.result() if isinstance(coming, Future) else coming, 0
-            self._check = None
 
     def _took(self, nbytes: int) -> None:
         if nbytes > 0:
@@ -113,8 +107,6 @@ class Answer:
                     self.sock.sendfile(file, start, last - start)
                 finally:
                     self._took(file.tell() - start)
-            if self._check is not None:
-                self._check.result()
             end = os.pread(file.fileno(), 1, last)
             held.check_length(reader)
             if len(end) != 1 or held.start + self._sent != last:
@@ -206,8 +198,10 @@ class Sender:
                 return
         except CheckpointReplaced:
             answer.source.forget()
-        except (MeshtapeError, OSError, RuntimeError, CancelledError):  # the last two: the server is closed
-            pass  # the client sees an answer that is too short
+        except MeshtapeError as e:
+            answer.error = e  # the client sees an answer that is too short
+        except (OSError, RuntimeError, CancelledError):  # the last two: the server is closed
+            pass
         self._finish(answer, whole)
 
     def _wait(self, answer: Answer, loop: asyncio.AbstractEventLoop) -> None:

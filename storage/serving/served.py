@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...arrays.core.errors import CheckpointReplaced
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointReplaced
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
@@ -19,6 +19,7 @@ from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
 from ..rules.lazy_tensors import InMemoryTensor
 from ..stores import store as stores
+from ..transform.convert import treating_missing
 from .virtual_files import JoinedFile, TensorFile, VirtualFile, file_of, text_file
 from .zarr_view import ZarrView
 
@@ -66,9 +67,19 @@ class Found:
 class _Generation:
     """The views of one generation of a checkpoint."""
 
-    def __init__(self, given: str | Checkpoint) -> None:
+    def __init__(self, given: str | Checkpoint, missing: str) -> None:
         self.ckpt = ckpt = open_checkpoint(given)
+        if ckpt is not given:
+            for array in treating_missing(ckpt, missing).arrays.values():
+                array.check()
         self.zarr = ZarrView(ckpt)
+        try:
+            for n, a in ckpt.arrays.items():
+                dtypes.safetensors_name(a.tensor.dtype, f"key {n!r}")
+            unnamed = ""
+        except CheckpointDTypeError as e:
+            unnamed = f"safetensors/ is not there: {e}"
+        self.lost = "\n".join(filter(None, [self.zarr.lost, unnamed]))
         # Of the same files, parts and sums differ that are given open.
         salt = os.urandom(16) if given is ckpt else b""
         self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode() + salt)
@@ -98,34 +109,39 @@ class _Generation:
 
 
 class ServedCheckpoint:
-    """A checkpoint that is opened anew where another has taken its place; one that was given open stays what it is."""
+    """A checkpoint as it was at the start; or, to ``follow``, opened anew where another has taken its place."""
 
-    def __init__(self, given: str | os.PathLike[str] | Checkpoint) -> None:
+    def __init__(
+        self, given: str | os.PathLike[str] | Checkpoint, follow: bool = False, missing: str = "error"
+    ) -> None:
+        if missing not in ("error", "fill"):
+            raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
         self._given = given if isinstance(given, Checkpoint) else stores.location(given)
         self.path = given.path if isinstance(given, Checkpoint) else str(self._given)
+        self.follow, self._missing = follow and not isinstance(given, Checkpoint), missing
         self._lock = threading.Lock()
-        self._held: _Generation | None = _Generation(self._given)
-        self.skipped, self.lost = self._held.zarr.skipped, self._held.zarr.lost
+        self._held: _Generation | None = _Generation(self._given, missing)
+        self.skipped, self.lost = self._held.zarr.skipped, self._held.lost
 
     def find(self, path: str) -> Found | None:
         """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there
         now."""
         with self._lock:
-            held = self._held = self._held or _Generation(self._given)
+            held = self._held = self._held or _Generation(self._given, self._missing)
         found = held.find(path)
         text = isinstance(getattr(found and found.file, "tensor", None), InMemoryTensor)
         if found is not None and (found.file is None or text):
             try:
                 held.ckpt.generation.check()
             except CheckpointReplaced:
-                if isinstance(self._given, Checkpoint):
+                if not self.follow:
                     raise
                 self.forget(held)
                 return self.find(path)
         return found
 
     def forget(self, held: object = None) -> None:
-        """Open the checkpoint anew for the next request."""
+        """Open the checkpoint anew for the next request, where it is followed."""
         with self._lock:
-            if held is None or held is self._held:
+            if self.follow and (held is None or held is self._held):
                 self._held = None

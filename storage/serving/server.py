@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 import numpy as np
 from tornado import web
+from tornado.iostream import StreamClosedError
 
-from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
+from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint, StoreError
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
@@ -95,15 +96,21 @@ class FileHandler(Handler):
             stays = self.request.version == "HTTP/1.1" and self.request.headers.get("Connection", "").lower() != "close"
             if not stays:
                 self.set_header("Connection", "close")
-            await self.flush()
+            try:
+                await self.flush()
+            except StreamClosedError:  # the client has gone
+                return
             address, stream, loop = self.request.connection.context.address, self.detach(), asyncio.get_running_loop()
 
             def then(whole: bool) -> None:
+                if answer.error is not None:
+                    self.server.told[path] = (stop, answer.error)
                 more = (self.server.http.resume, stream, address) if whole and stays else (stream.close,)
                 loop.call_soon_threadsafe(*more)
 
             sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
-            self.sender.start(Answer(sock, found.file, at, stop, first, self.source, then), loop)
+            answer = Answer(sock, found.file, at, stop, first, self.source, then)
+            self.sender.start(answer, loop)
 
     def _begin(self, path: str) -> tuple[Found | None, int, int, Piece | None]:
         """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""
@@ -112,6 +119,10 @@ class FileHandler(Handler):
         if part is None or self.request.method == "HEAD":
             return found, 0, 0, None
         start, stop = part
+        # A client that takes an answer cut short for a fault of the network asks again: it is told why.
+        ended, error = self.server.told.pop(path, (0, None))
+        if error is not None and start < ended:
+            raise error
         at = stop if stop - start <= sending.SMALL else min(stop, found.file.cut(start))
         return found, at, stop, self.sender.first(found.file, start, at)
 
@@ -151,9 +162,9 @@ class FileHandler(Handler):
             self.source.forget()
             raise self._error(409, e) from None
         except (MeshtapeError, OSError) as e:
-            raise self._error(
-                404 if isinstance(e, NotACheckpoint) else 422 if isinstance(e, MeshtapeError) else 500, e
-            ) from None
+            # Zarr takes 404 for a chunk that nobody wrote: it is the answer where the checkpoint has no such file.
+            passes = isinstance(e, (NotACheckpoint, StoreError)) or not isinstance(e, MeshtapeError)
+            raise self._error(503 if passes else 422, e) from None
 
     def _error(self, status: int, error: Exception) -> web.HTTPError:
         self._said = f"{type(error).__name__}: {error}"
@@ -176,9 +187,12 @@ class CheckpointServer(Server):
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        follow: bool = False,
+        missing: str = "error",
     ) -> None:
-        self.source = ServedCheckpoint(path)
+        self.source = ServedCheckpoint(path, follow, missing)
         self.sender = Sender()
+        self.told: dict[str, tuple[int, Exception]] = {}  # what ended answers early, which the next request is told
         super().__init__(host=host, port=port, token=token)
 
     @property

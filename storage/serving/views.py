@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..loading.open import open_checkpoint
@@ -130,21 +130,32 @@ def icechunk_references(
 
 
 def serve(
-    path: str | os.PathLike[str] | Checkpoint, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    follow: bool = False,
+    missing: Literal["error", "fill"] = "error",
 ) -> CheckpointServer:
     """Serve the bytes of a checkpoint of any kind over HTTP, from a thread of this process, without copying it.
 
     Parameters
     ----------
     path
-        Anything that `open_checkpoint` opens; it is opened anew where another takes its place. Or an open checkpoint,
-        such as a virtual one, which stays what it is: once its files are replaced, requests are answered by 409.
+        Anything that `open_checkpoint` opens, or an open checkpoint, such as a virtual one. Once it was replaced,
+        requests are answered by 409.
     host
         The address to listen at. Anything but loopback asks for a token, which is then part of ``url``.
     port
         0 takes a free one.
     token
         Ask for this token even on loopback, where other users of the machine can connect as well.
+    follow
+        Open the checkpoint anew where another takes its place. Clients that read chunk after chunk and look at no ETag,
+        as those of Zarr, may then have some of the one and some of the other.
+    missing
+        Of Zarr by others: refuse chunks that are not there, or take them for the fill value (``"fill"``).
 
     Returns
     -------
@@ -156,7 +167,7 @@ def serve(
     Raises
     ------
     CheckpointError
-        As `open_checkpoint`; or the address cannot be listened at.
+        As `open_checkpoint`; chunks of Zarr by others are missing; or the address cannot be listened at.
 
     Examples
     --------
@@ -170,7 +181,7 @@ def serve(
     """
     from .server import CheckpointServer
 
-    server = CheckpointServer(path, host=host, port=port, token=token)
+    server = CheckpointServer(path, host=host, port=port, token=token, follow=follow, missing=missing)
     if server.source.lost:
         warnings.warn(server.source.lost, stacklevel=2)
     server.start()

@@ -11,20 +11,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
 from ..foreign.dcp import DcpTensor
 from ..format.chunk_grid import ChunkGrid, ravel
-from ..readers.dual_tensor import DualTensor
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor, bytes_of, view
 from ..rules.lazy_tensors import InMemoryTensor, leaves
 from ..stores.generations import NONE, Generation, Listed
-from ..stores.store import is_url
 
 LIMIT = 16 << 20  # bytes of a chunk; of a tensor that is read whole, with its checksum
 _WINDOW = 4 << 20  # bytes of a piece: those in flight are to stay in the caches
@@ -44,7 +42,7 @@ class VirtualFile(Protocol):
         """Where a piece that begins at ``at`` ends best, so that no chunk is read for two pieces."""
 
     def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
-        """The bytes where they are at hand without any others; where they have a checksum, it is of all of them."""
+        """The bytes where they are at hand without any others, and are compared with no checksum."""
 
     def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
         """Calls that together fill ``out`` with the bytes from ``start`` on."""
@@ -83,7 +81,7 @@ def rows_in(held: RawTensor, box: Box) -> RawTensor:
     return bytes_in(held, ravel(box.offset, held.shape) * item, box.size * item)
 
 
-def _elements(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
+def _whole(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
     """Calls that fill bytes with the elements of a box."""
     yield from tensor.jobs(box, out.view(tensor.dtype).reshape(box.shape))
 
@@ -114,7 +112,7 @@ class _Windows:
         if mine:
             try:
                 data = np.empty(box.size * tensor.dtype.itemsize, np.uint8)
-                run(_elements(tensor, box, data), tensor.readers)
+                run(_whole(tensor, box, data), tensor.readers)
                 found.set_result(data)
             except BaseException as e:
                 found.set_exception(e)
@@ -144,39 +142,26 @@ class TensorFile:
 
     def cut(self, at: int) -> int:
         first, held = self._run(at)
-        if held is not None and self._whole(held) and at == first:
-            return first + held.stored_nbytes
-        if held is not None and self._divisible:
-            return min(at + _WINDOW, first + math.prod(held.shape) * held.dtype.itemsize)
+        if held is not None:
+            whole = isinstance(held, RawTensor) and held.summed and self.nbytes <= LIMIT
+            return self.nbytes if whole else min(at + _WINDOW, first + math.prod(held.shape) * held.dtype.itemsize)
         first, box = self._window(at)
         return first + box.size * self.tensor.dtype.itemsize
 
     def _run(self, at: int) -> tuple[int, RawTensor | InMemoryTensor | None]:
         """(the first byte, the elements) of the run in a file or in memory in which a byte lies."""
         t = self.tensor
-        if isinstance(t, DualTensor | DcpTensor) and self.nbytes > _WINDOW:  # a small one is read whole, and checked
+        if isinstance(t, DcpTensor) and self.nbytes > _WINDOW:  # a small one is read whole, with its checksum
             return t.raw_part(at) or (0, None)
         return 0, t if isinstance(t, InMemoryTensor) else raw(t)
-
-    @property
-    def _divisible(self) -> bool:
-        """Whether parts of a run may go without their checksum: other readers of the format have none either."""
-        return not isinstance(self.tensor, DualTensor)
-
-    @staticmethod
-    def _whole(held: RawTensor | InMemoryTensor) -> TypeGuard[RawTensor]:
-        """Whether a run goes in one piece, which is compared with its checksum."""
-        return isinstance(held, RawTensor) and held.summed and (held.stored_nbytes <= LIMIT or not is_url(held.path))
 
     def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
         first, held = self._run(start)
         if isinstance(held, InMemoryTensor):
             return InMemoryTensor("", bytes_of(held.array)[start:stop])
-        if held is None or stop > first + held.stored_nbytes:
+        if held is None or stop > first + held.stored_nbytes or (held.summed and stop - start == held.stored_nbytes):
             return None
-        if self._whole(held) and stop - start == held.stored_nbytes:
-            return replace(held, shape=(held.stored_nbytes,), dtype=np.dtype(np.uint8))
-        return bytes_in(held, start - first, stop - start) if self._divisible else None
+        return bytes_in(held, start - first, stop - start)
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -203,7 +188,7 @@ class TensorFile:
     def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
         t, stop = self.tensor, start + out.size
         if out.size == self.nbytes:
-            yield from _elements(t, Box.whole(t.shape), out)
+            yield from _whole(t, Box.whole(t.shape), out)
             return
         held, at = self.stored(start, stop), start
         if held is not None:
@@ -214,7 +199,7 @@ class TensorFile:
             nbytes = box.size * t.dtype.itemsize
             part = out[at - start : first + nbytes - start]
             if part.size == nbytes:
-                yield from _elements(t, box, part)
+                yield from _whole(t, box, part)
             else:
                 yield lambda box=box, at=at - first, part=part: _windows.part(t, box, at, part)
             at = first + nbytes

@@ -118,6 +118,8 @@ def _repository(place: str, create: bool, surroundings: str) -> Any:
     place, _, virtual = place.partition(VIRTUAL)
     try:
         if not is_url(place):
+            if not create and not os.path.isdir(place):  # icechunk would make it
+                raise NotACheckpoint(f"{place} is no icechunk repository")
             storage = ice.local_filesystem_storage(place)
         elif place.startswith("s3://"):
             bucket, prefix, settings = _s3(place)

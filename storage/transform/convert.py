@@ -170,10 +170,8 @@ class Selection:
         missing: str = "warn",
         memory_limit: int = MEMORY_LIMIT,
     ) -> Selection:
-        ckpt = open_checkpoint(src)
+        ckpt = treating_missing(open_checkpoint(src), missing)
         ahead = reading_ahead(ckpt, memory_limit // 4)
-        for a in ckpt.arrays.values():
-            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, GridTensor) else t)
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
@@ -201,6 +199,13 @@ class Selection:
         return cls(
             ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved, notes, before=before
         )
+
+
+def treating_missing(ckpt: Checkpoint, missing: str) -> Checkpoint:
+    """The checkpoint, which from now on treats chunks of Zarr by others so that are not there."""
+    for a in ckpt.arrays.values():
+        a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, GridTensor) else t)
+    return ckpt
 
 
 def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:

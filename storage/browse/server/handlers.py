@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from tornado import web
 from tornado.ioloop import IOLoop
+from tornado.iostream import StreamClosedError
 
 from ....arrays.core.errors import CheckpointKeyError, MeshtapeError, NotACheckpoint
 from ..model.inventory import SORTS, Query
@@ -186,7 +187,7 @@ class Handler(web.RequestHandler):
         self.finish(page(Shown(f"{status_code}", body)))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        if not isinstance(value, web.HTTPError):
+        if not isinstance(value, (web.HTTPError, StreamClosedError)):  # the last: a client that has gone
             _LOG.error("%s: unexpected error", visible(self.request.path), exc_info=(typ, value, tb))
 
 
