@@ -296,8 +296,8 @@ def open_document(where: str) -> Checkpoint:
                     f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is "
                     "there"
                     + (
-                        ". Its files were pinned, so a copy or another time counts, too, and the next commit of a branch "
-                        "of icechunk (@SNAPSHOT stays): virtual.repin pins what is there"
+                        ". Its files were pinned, so a copy or another time counts, too, and the next commit of a "
+                        "branch of icechunk (@SNAPSHOT stays): virtual.repin pins what is there"
                         if now[:6] == "files:"
                         else ""
                     )

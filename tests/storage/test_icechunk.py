@@ -769,7 +769,7 @@ def test_a_branch_that_another_writer_makes_first_is_written_to(ice, tmp_path, m
     assert mt.load(f"{url}@fresh")["w"].tolist() == [2.0] * 3
 
 
-def test_a_read_makes_no_folder(tmp_path):
+def test_a_read_makes_no_folder(ice, tmp_path):
     with pytest.raises(mt.errors.NotACheckpoint, match="no icechunk repository"):
         mt.load(f"icechunk://{tmp_path / 'none'}")
     assert not (tmp_path / "none").exists()
