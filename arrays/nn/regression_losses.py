@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chains.chains import one_launch
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import apply
@@ -39,6 +40,7 @@ HUBER = Op(
     ("x", "delta"),
     _huber,
     shape_rules.elementwise,
+    overrides={"cupy": one_launch("huber")},
     flops=5,
     cuda=Cuda("smaller(larger({0}, -{1}), {1}) * ({0} - ({t})0.5 * smaller(larger({0}, -{1}), {1}))"),
 )

@@ -70,8 +70,9 @@ class _Generation:
     def __init__(self, given: str | Checkpoint, missing: str) -> None:
         self.ckpt = ckpt = open_checkpoint(given)
         if ckpt is not given:
-            for array in treating_missing(ckpt, missing).arrays.values():
-                array.check()
+            with stores.listed_once():
+                for array in treating_missing(ckpt, missing).arrays.values():
+                    array.check()
         self.zarr = ZarrView(ckpt)
         try:
             for n, a in ckpt.arrays.items():

@@ -18,7 +18,7 @@ TABLES = {
     index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0; lazy_adam: 19 0 0;
     linear_cross_entropy_backward: 22 0 0; log_softmax_backward: 4 0 0; matmul: 10 0 0; pinv: 13 0 1; qr: 10 0 2;
     random_choice: 20 0 0; random_integers: 11 0 0; random_truncated_normal: 12 0 0; round_to: 5 0 0; scatter: 9 0 0;
-    slogdet: 19 0 0; softmax_backward: 4 0 0; solve: 8 0 2; sort: 6 0 0; svd: 4 0 1; svdvals: 4 0 1;
+    slogdet: 19 0 0; softmax_backward: 4 0 0; solve: 8 0 2; sort: 6 0 0; svd: 4 0 1; svdvals: 4 0 1; topk: 4 0 0;
     """,
     "derivatives": """
     others: 9 0 0;
