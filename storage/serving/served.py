@@ -34,12 +34,17 @@ def _real(ckpt: Checkpoint) -> dict[str, TensorFile]:
     return {name: file_of(path, held[path], ckpt.generation.of(path)) for name, path in by_name.items()}
 
 
-def _virtual(ckpt: Checkpoint) -> VirtualFile:
-    """One file with all arrays. `CheckpointDTypeError` names an array whose dtype safetensors lacks."""
+def _rows(ckpt: Checkpoint) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of all arrays, of which one file is made. `CheckpointDTypeError` names an array whose dtype
+    safetensors lacks."""
     tensors = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
-    rows = [(n, dtypes.safetensors_name(t.dtype, f"key {n!r}"), t.shape) for n, t in tensors.items()]
-    head, place = build_header(rows, {"format": "pt"})
-    return JoinedFile([text_file(head), *(TensorFile(tensors[n]) for n in place)])
+    return [(n, dtypes.safetensors_name(t.dtype, f"key {n!r}"), t.shape) for n, t in tensors.items()]
+
+
+def _virtual(ckpt: Checkpoint) -> VirtualFile:
+    """One file with all arrays."""
+    head, place = build_header(_rows(ckpt), {"format": "pt"})
+    return JoinedFile([text_file(head), *(TensorFile(ckpt.arrays[n].tensor) for n in place)])
 
 
 def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
@@ -74,13 +79,13 @@ class _Generation:
                 for array in treating_missing(ckpt, missing).arrays.values():
                     array.check()
         self.zarr = ZarrView(ckpt)
+        told = [self.zarr.lost] if self.zarr.lost else []
         try:
-            for n, a in ckpt.arrays.items():
-                dtypes.safetensors_name(a.tensor.dtype, f"key {n!r}")
-            unnamed = ""
+            if not _real(ckpt):
+                _rows(ckpt)
         except CheckpointDTypeError as e:
-            unnamed = f"safetensors/ is not there: {e}"
-        self.lost = "\n".join(filter(None, [self.zarr.lost, unnamed]))
+            told.append(f"safetensors/ is not there: {e}")
+        self.lost = "\n".join(told)
         # Of the same files, parts and sums differ that are given open.
         salt = os.urandom(16) if given is ckpt else b""
         self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode() + salt)

@@ -147,8 +147,8 @@ class Node:
         object.__setattr__(self, "of", tuple(self.of))
         least, most = self.operands
         if not least <= len(self.of) <= most:
-            wanted = str(least) if least == most else f"{least} to {most}"
-            raise CheckpointError(f"{self.kind} is made of {count(wanted, 'checkpoint')}, got {len(self.of)}")
+            wanted = f"{least} to " * (least != most) + count(most, "checkpoint")
+            raise CheckpointError(f"{self.kind} is made of {wanted}, got {len(self.of)}")
         for name, form in self.params.items():
             try:
                 object.__setattr__(self, name, form(getattr(self, name)))

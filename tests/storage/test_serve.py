@@ -356,6 +356,17 @@ def test_a_dtype_that_safetensors_lacks_is_told_at_the_start(tmp_path):
         assert ask(server.url + "zarr/w/c/0")[2] == np.ones(3).tobytes()
 
 
+def test_packed_bits_are_served_as_the_file_that_they_lie_in(tmp_path):
+    head = json.dumps({"p": {"dtype": "F4", "shape": [2, 8], "data_offsets": [0, 8]}}).encode()
+    data = len(head).to_bytes(8, "little") + head + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.warns(UserWarning, match="p .packed bits.") as told:
+        server = mt.storage.serve(tmp_path / "model.safetensors")
+    with server:
+        assert ask(server.url + "safetensors/model.safetensors")[2] == data
+    assert "safetensors/ is not there" not in str(told[0].message)
+
+
 def test_clients_that_escape_names_or_do_not_find_the_same(tmp_path):
     zarr = pytest.importorskip("zarr")
     tree = {n: np.full(3, i + 1.0) for i, n in enumerate(["dense/kernel:0", "w+b", "w%2Bb", "layers[0]", "a b", "~x"])}

@@ -44,6 +44,7 @@ from meshtape.storage import (
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model.site import Site
 from meshtape.storage.rules.lazy_tensors import Recipes
+from meshtape.storage.virtual import expressions
 
 DTYPES = [np.dtype(t) for t in ("f4", "f2", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, "c8")]
 LAYOUTS = ["zarr", "file", "hf"]
@@ -757,6 +758,21 @@ def test_too_many_reads_are_refused(tmp_path):
     made = virtual.mean([one(tmp_path, "a", np.ones(1))] * 64)
     with pytest.raises(errors.CheckpointError, match="reads 4160 arrays for each"):
         virtual.mean([made] * 65)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((), "cast is made of 1 checkpoint, got 0"), ((0,) * 2, "cast is made of 1 checkpoint, got 2")],
+)
+def test_another_number_of_parents_is_refused(given, said):
+    with pytest.raises(errors.CheckpointError, match=said):
+        expressions.Cast(of=given, dtype="float32")
+
+
+def test_more_parents_than_there_may_be_are_refused(tmp_path):
+    ckpt = mt.open_checkpoint(one(tmp_path, "a", np.ones(2)))
+    with pytest.raises(errors.CheckpointError, match="is made of 1 to 4,096 checkpoints, got 4097"):
+        virtual.mean([ckpt] * 4097)
 
 
 def test_no_flipped_byte_passes(document):
