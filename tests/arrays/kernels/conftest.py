@@ -45,26 +45,34 @@ def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return tmp_path_factory.mktemp("kernels") if cache is None else Path(cache.mkdir("kernels"))
 
 
-@pytest.fixture(scope="session")
-def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
-    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it, and then its PTX."""
-    try:
-        from cupy.cuda import nvrtc
+class MachineCode:
+    """What NVRTC makes of kernels, each of which it compiles once."""
 
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError) as e:
-        pytest.skip(f"NVRTC is not there: {e}")
+    def __init__(self, nvrtc: Any) -> None:
+        self._nvrtc = nvrtc
+        self._found: dict[tuple[str, str, str], str] = {}
 
-    def compiled(file: str, names: Sequence[str], architecture: int) -> dict[str, str]:
+    def __call__(self, file: str, names: Sequence[str], architecture: int, binary: bool = True) -> dict[str, str]:
+        """For each kernel what the assembler logged of it, and then its PTX; or the PTX alone, which takes a fraction
+        of the time, as that is the assembler's."""
+        target = f"{'sm' if binary else 'compute'}_{architecture}"
+        if missing := [name for name in names if (file, name, target) not in self._found]:
+            made = self._compiled(file, missing, target, binary)
+            self._found.update({(file, name, target): text for name, text in made.items()})
+        return {name: self._found[file, name, target] for name in names}
+
+    def _compiled(self, file: str, names: Sequence[str], target: str, binary: bool) -> dict[str, str]:
+        nvrtc = self._nvrtc
         program = nvrtc.createProgram(launch.source(file), file, (), ())
         try:
             for name in names:
                 nvrtc.addNameExpression(program, name)
+            options = (f"-arch={target}", *launch.OPTIONS, *(("--ptxas-options=-v",) if binary else ()))
             try:
-                nvrtc.compileProgram(program, (f"-arch=sm_{architecture}", *launch.OPTIONS, "--ptxas-options=-v"))
+                nvrtc.compileProgram(program, options)
             except nvrtc.NVRTCError:
                 raise AssertionError(nvrtc.getProgramLog(program)[:4000]) from None
-            assert nvrtc.getCUBIN(program)
+            assert not binary or nvrtc.getCUBIN(program)
             parts = nvrtc.getProgramLog(program).split("Compiling entry function '")[1:]
             logs = {mangled: log for mangled, _, log in (p.partition("'") for p in parts)}
             ptx = nvrtc.getPTX(program)
@@ -78,7 +86,17 @@ def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
         finally:
             nvrtc.destroyProgram(program)
 
-    return compiled
+
+@pytest.fixture(scope="session")
+def machine_code() -> MachineCode:
+    """``machine_code(file, names, architecture)``: what the compiler of CUDA says, on a machine without a GPU."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as e:
+        pytest.skip(f"NVRTC is not there: {e}")
+    return MachineCode(nvrtc)
 
 
 ORDERS = {

@@ -123,7 +123,7 @@ OWN inline Block& block_of_thread() { return blocks[current / width]; }
 OWN inline unsigned random_below(unsigned n)
 {
     chance = chance * 6364136223846793005ULL + 1442695040888963407ULL;
-    return (unsigned)(chance >> 33) % n;
+    return (unsigned)((chance >> 32) * n >> 32);
 }
 
 struct Unwatched {
@@ -277,11 +277,18 @@ struct Access {
         return block == o.block && (thread == o.thread || barriers != o.barriers || (thread / 32 == o.thread / 32 && syncs != o.syncs));
     }
 };
-enum Readers { NOBODY, ONE_THREAD, ONE_WARP, ONE_BLOCK, MANY_BLOCKS };
+enum Readers : unsigned { NOBODY, ONE_THREAD, ONE_WARP, ONE_BLOCK, MANY_BLOCKS };
 struct Byte {
     Access write, read;
-    bool atomic = false;  // the last write
+    unsigned atomic = false;  // whether the last write was
     Readers readers = NOBODY;  // since what the last write waited for; `read` is one of them
+    OWN bool operator==(const Byte& o) const
+    {
+        static_assert(sizeof(Byte) == 40, "no gaps");
+        unsigned long long a[5], b[5];
+        std::memcpy(a, this, 40), std::memcpy(b, &o, 40);
+        return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]) | (a[4] ^ b[4]));
+    }
 };
 static std::unordered_map<uintptr_t, std::vector<Byte>> memory;  // by pages
 static uintptr_t last_page;  // that was looked for, and its bytes
@@ -309,36 +316,49 @@ OWN inline bool read_before(const Byte& b, const Access& now)
     return b.readers == NOBODY || (b.readers < MANY_BLOCKS && any.before(now));
 }
 
-UNSEEN inline void access(const void* address, size_t n, bool write, bool atomic)
+// What an access leaves of a byte.
+OWN inline Byte after(Byte b, const Access& now, bool write, bool atomic)
+{
+    const bool after_write = !b.write.block || b.write.before(now) || (atomic && b.atomic), after_reads = read_before(b, now);
+    if (!after_write || (write && !after_reads)) {
+        const Access& other = after_write ? b.read : b.write;
+        char text[96];
+        std::snprintf(text, sizeof text, "a race with thread %u of its block%s", other.thread,
+                      other.block == now.block ? "" : ", which is another one,");
+        fail(text);
+    }
+    if (write) {
+        b.write = now, b.atomic = atomic, b.readers = NOBODY;
+        return b;
+    }
+    if (after_reads) b.readers = ONE_THREAD;
+    else {
+        const bool block = b.read.block == now.block, warp = block && b.read.thread / 32 == now.thread / 32;
+        const Readers all = warp ? ONE_WARP : block ? ONE_BLOCK : MANY_BLOCKS;
+        if (b.readers < all) b.readers = all;
+    }
+    b.read = now;
+    return b;
+}
+
+UNSEEN inline void look_at(const void* address, size_t n, bool write, bool atomic)
 {
     const uintptr_t start = (uintptr_t)address;
-    if (!watching || start - (uintptr_t)stacks < stack_bytes) return;
+    if (start - (uintptr_t)stacks < stack_bytes) return;
     if (address == &threadIdx || address == &blockIdx || address == &blockDim || address == &gridDim) return;
     const Unwatched here;
     const Access now{block_of_thread().number, current % width, block_of_thread().barriers, fibers[current].syncs};
-    for (uintptr_t p = start; p < start + n; ++p) {
+    Byte before, then;
+    for (uintptr_t p = start; p < start + n; ++p) {  // most bytes of an element have one story
         Byte& b = byte_at(p);
-        const bool after_write = !b.write.block || b.write.before(now) || (atomic && b.atomic), after_reads = read_before(b, now);
-        if (!after_write || (write && !after_reads)) {
-            const Access& other = after_write ? b.read : b.write;
-            char text[96];
-            std::snprintf(text, sizeof text, "a race with thread %u of its block%s", other.thread,
-                          other.block == now.block ? "" : ", which is another one,");
-            fail(text);
-        }
-        if (write)
-            b.write = now, b.atomic = atomic, b.readers = NOBODY;
-        else {
-            if (after_reads) b.readers = ONE_THREAD;
-            else {
-                const bool block = b.read.block == now.block, warp = block && b.read.thread / 32 == now.thread / 32;
-                const Readers all = warp ? ONE_WARP : block ? ONE_BLOCK : MANY_BLOCKS;
-                if (b.readers < all) b.readers = all;
-            }
-            b.read = now;
-        }
+        if (p == start || !(b == before)) before = b, then = after(b, now, write, atomic);
+        b = then;
     }
     if (random_below(atomic ? 2 : 32) == 0) yield();
+}
+OWN inline void access(const void* address, size_t n, bool write, bool atomic)
+{
+    if (watching) look_at(address, n, write, atomic);
 }
 UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true); }
 
@@ -403,7 +423,9 @@ OWN inline void run_blocks(long long next, long long last, bool descending)
         } else if (++idle > total)
             fail("a barrier or a warp operation that some threads never reach");
         // Now and then from anywhere on; else the next one, which is seldom far.
-        at = chance && !idle && random_below(8) == 0 ? random_below(total) : (at + (descending ? total - 1 : 1)) % total;
+        if (chance && !idle && random_below(8) == 0) at = random_below(total);
+        else if (descending) at = (at ? at : total) - 1;
+        else at = at + 1 == total ? 0 : at + 1;
     }
 }
 

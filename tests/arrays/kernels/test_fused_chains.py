@@ -288,7 +288,7 @@ def test_generated_sources_compile_for_every_architecture(architecture: int, mac
         file = f"test_{zlib.crc32(text.encode())}.cu"
         launch.GENERATED[file] = text
         vectors = "strided" not in layouts
-        machine_code(file, [launch.named("fused", vectors)], architecture)
+        machine_code(file, [launch.named("fused", vectors)], architecture, binary=not at)
 
 
 def test_the_executor_makes_kernels_of_chains(place: Any, emulator: Any) -> None:
