@@ -63,10 +63,6 @@ def number(x: Any) -> float:
     raise CheckpointError(f"{x!r:.40} is no number that float32 holds")
 
 
-def numbers(x: Any) -> tuple[float, ...]:
-    return tuple(map(number, _sequence(x)))
-
-
 def _is(kind: type, otherwise: str) -> Callable[[Any], Any]:
     def form(x: Any) -> Any:
         if not isinstance(x, kind):
@@ -95,26 +91,29 @@ def choice(x: Any) -> str:
     return str(x)
 
 
-def texts(x: Any) -> tuple[str, ...]:
-    return tuple(map(text, _sequence(x)))
-
-
-def rows_of(*forms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The form of a list of rows, each with one value of each form."""
-
-    def form(x: Any) -> tuple[tuple[Any, ...], ...]:
-        rows = [_sequence(row) for row in _sequence(x)]
-        if any(len(row) != len(forms) for row in rows):
-            raise CheckpointError(f"each row has {len(forms)} values, got {x!r:.80}")
-        return tuple(tuple(f(v) for f, v in zip(forms, row, strict=True)) for row in rows)
-
-    return form
-
-
 def _sequence(x: Any) -> Sequence[Any]:
     if isinstance(x, (list, tuple)) or (isinstance(x, np.ndarray) and x.ndim == 1):
         return x
     raise CheckpointError(f"{x!r:.40} is no list")
+
+
+def list_of(form: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """The form of a list of values of a form."""
+    return lambda x: tuple(map(form, _sequence(x)))
+
+
+numbers, texts = list_of(number), list_of(text)
+
+
+def rows_of(*forms: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """The form of a list of rows, each with one value of each form."""
+
+    def row(x: Any) -> tuple[Any, ...]:
+        if len(values := _sequence(x)) != len(forms):
+            raise CheckpointError(f"each row has {len(forms)} values, got {x!r:.80}")
+        return tuple(form(v) for form, v in zip(forms, values, strict=True))
+
+    return list_of(row)
 
 
 # ----- nodes ----------------------------------------------------------------------------------------------------------
