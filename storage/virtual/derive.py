@@ -30,12 +30,8 @@ Integers = Literal["equal", "first", "last"]
 _CONFIG = "adapter_config.json"
 _PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
 _OTHERS = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "target_parameters",
+    *(f"use_{method}" for method in ("dora", "qalora", "bdlora")),
+    *("layer_replication", "alora_invocation_tokens", "target_parameters"),
     *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
 )
 """Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
