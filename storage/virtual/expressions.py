@@ -32,7 +32,7 @@ from ..format import dtypes
 from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
 from ..loading.match_target import select
-from ..loading.report import listed
+from ..loading.report import listed, told
 from ..rules.dequantized import converted, floating, not_followed, scaled
 from ..rules.lazy_tensors import Sliced, renamed
 from ..rules.rules import Rules
@@ -50,7 +50,6 @@ MOST_READS = 4096  # of stored elements for one
 DEEPEST = 32  # nodes within nodes, also through documents, and documents within documents
 _LONGEST = 400  # characters of a text
 _LARGEST = float(np.finfo(np.float32).max)
-_SHOWN = 12
 
 
 # ----- forms of parameters, of callers and of documents ---------------------------------------------------------------
@@ -210,9 +209,8 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         types = [n for n in common if not _dtypes_fit(first[n].dtype, other[n].dtype, mixed)]
         for what, found, kind in (("shape", shapes, CheckpointShapeError), ("dtype", types, CheckpointDTypeError)):
             kinds += [kind] * bool(found)
-            told = [f"    {n}: {getattr(first[n], what)} and {getattr(other[n], what)}" for n in found[:_SHOWN]]
-            more = [f"    … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-            lines += [f"  {what}s differ in {other.path} ({len(found)}):", *told, *more] if found else []
+            rows = [f"{n}: {getattr(first[n], what)} and {getattr(other[n], what)}" for n in found]
+            lines += told(f"{what}s differ in {other.path} ({len(found)})", rows)
     if lines:
         worst = next(k for k in (CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError) if k in kinds)
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))
