@@ -152,8 +152,7 @@ def _prefix(reader: Reader, head: bytes, start: int, most: int) -> bytes:
     version, length = head[6:7], head[8:12]
     needed = 12 + int.from_bytes(length[:2] if version == b"\1" else length, "little")
     if len(head) < min(needed, most, _MAX_NPY_HEADER):
-        longer = bytearray(min(needed, most, _MAX_NPY_HEADER))
-        head = bytes(longer[: reader.readv([longer], start)])
+        head = reader.part(start, min(needed, most, _MAX_NPY_HEADER))
     return head[:most]
 
 
@@ -166,8 +165,7 @@ def open_npy(path: str) -> Checkpoint:
     root, file = store.split(path)
     with opened(path, "an array") as reader:
         size = reader.nbytes
-        start = bytearray(min(size, _MAX_NPY_HEADER))
-        reader.readv([start], 0)
+        start = reader.part(0, min(size, _MAX_NPY_HEADER))
     shape, fortran, dtype, at = _npy_header(start, path)
     nbytes = math.prod(shape) * dtype.itemsize
     if at + nbytes != size:

@@ -372,8 +372,7 @@ def entry_heads(
     """The header of each entry of an archive at ``base``, and ``more`` bytes; several requests at a time to a store."""
 
     def head(info: zipfile.ZipInfo) -> bytes:
-        out = bytearray(LOCAL_HEADER.size + len(_name(info)) + more)
-        return bytes(out[: reader.readv([out], base + info.header_offset)])
+        return reader.part(base + info.header_offset, LOCAL_HEADER.size + len(_name(info)) + more)
 
     for first in range(0, len(entries), _AT_ONCE):
         yield from in_threads(head, entries[first : first + _AT_ONCE], threads)

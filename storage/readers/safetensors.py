@@ -285,15 +285,13 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
     store, name = stores.holding(where)
     try:
         with contextlib.closing(store.reader(name)) as reader:
-            first = bytearray(_FIRST)
-            prefix = bytes(first[: reader.readv([first], 0)])
-            size = reader.nbytes
+            prefix, size = reader.part(0, _FIRST), reader.nbytes
             try:
                 n = _header_nbytes(prefix, size)
             except _InvalidHeader as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
-            rest = bytearray(max(0, 8 + n - len(prefix)))
-            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)
+            rest = reader.part(len(prefix), max(0, 8 + n - len(prefix)))
+            return parse_header(prefix + rest, size, where, verify=verify)
     except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 
