@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ..readers.reading import Job
 from ..readers.tensor import read_into
 from ..rules.casting import cast, count_overflows
 from ..rules.lazy_tensors import OfParts
@@ -35,6 +33,8 @@ class Blended(OfParts):
     source = property(lambda self: self.parts[0])
     shape = property(lambda self: self.parts[0].shape)
     chunk = property(lambda self: self.parts[0].chunk)
+    # Some arrays of the width of computing for each source.
+    per_element = property(lambda self: 4 * real(self.work).itemsize * len(self.parts))
 
     def needs(self, box: Box) -> Box:
         """The box of the sources: whole rows where the formula ranks in rows."""
@@ -70,10 +70,6 @@ class Blended(OfParts):
             held.append(a.astype(real(self.work), copy=False))
             total += n
         return Piece(box, self.shape, self.work, held), total
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        # Some arrays of the width of computing for each source at a time.
-        return self.by_pieces(box, out, 4 * real(self.work).itemsize * len(self.parts))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         needs = self.needs(box)

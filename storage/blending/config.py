@@ -127,7 +127,7 @@ class BlendConfig:
     tokenizer: Mapping[str, Any] | None
     chat_template: str | None
     text: str  # as YAML
-    said: Mapping[str, Any]  # its values
+    said: Mapping[str, Any] = field(default_factory=dict)  # its values
 
     def models(self) -> list[ModelRef]:
         """Every model that is named, the base first."""
@@ -233,17 +233,8 @@ def _plain(node: Any, room: Iterator[int]) -> Any:
 
 
 _KEYS = (
-    "merge_method",
-    "base_model",
-    "models",
-    "slices",
-    "modules",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
+    *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype"),
+    *("tokenizer_source", "tokenizer", "chat_template"),
 )
 
 
@@ -308,18 +299,8 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
             "chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of "
             f"templates and 'auto' are not known here, got {template!r}"
         )
-    return BlendConfig(
-        method,
-        tuple(slices),
-        base,
-        tuple(parameters),
-        names["dtype"],
-        names["out_dtype"],
-        tokenizer,
-        template,
-        text,
-        {},
-    )
+    parts = tuple(slices), base, tuple(parameters)
+    return BlendConfig(method, *parts, **names, tokenizer=tokenizer, chat_template=template, text=text)
 
 
 def _list(said: Any, what: str, problems: Problems) -> list[Mapping[str, Any]]:

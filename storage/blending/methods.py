@@ -498,10 +498,4 @@ def model_stock(products: np.ndarray, weights: Sequence[float], options: dict[st
     return np.stack([1 - t, *[t / n] * n], -1)
 
 
-COEFFICIENTS = {
-    "slerp": slerp,
-    "nuslerp": nuslerp,
-    "multislerp": multislerp,
-    "karcher": karcher,
-    "model_stock": model_stock,
-}
+COEFFICIENTS = {f.__name__: f for f in (slerp, nuslerp, multislerp, karcher, model_stock)}

@@ -28,22 +28,9 @@ from ..virtual import fitting
 from ..virtual.computed import cancels
 from ..virtual.expressions import agreed
 from ..virtual.tied import ties_head
+from . import methods
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
-from .methods import (
-    Directions,
-    Drop,
-    Formula,
-    Linear,
-    MagnitudeDrop,
-    Outliers,
-    Scaled,
-    SelectCalculateErase,
-    Sparsifier,
-    TaskVectors,
-    Trim,
-    real,
-)
 from .selective import AgentMerging, ArceeFusion, NearSwap
 from .vocabulary import Vocabulary
 
@@ -398,10 +385,10 @@ class Planner:
             text = "factors of adapters are blended by linear alone, with normalize: true or weights that sum to 1"
             self._faults.add(f"{text}. {fitting.EXACT}", name)
             return
-        if isinstance(method, (Directions, SelectCalculateErase, ArceeFusion)) and work.itemsize == 2:
+        if isinstance(method, (methods.Directions, methods.SelectCalculateErase, ArceeFusion)) and work.itemsize == 2:
             work = np.dtype(np.float32)  # mergekit's angles and variances of short numbers have few right digits
         ordered = [parts[m] for m in order]
-        if self._with_base(base) and base is not None and not isinstance(method, Scaled):
+        if self._with_base(base) and base is not None and not isinstance(method, methods.Scaled):
             ordered.insert(0, parts[base])
         self.tensors[name] = _lazy(name, ordered, method, work, dtype)
         weights = {str(m): v for m, v in each.items() if v and m in order}
@@ -433,7 +420,7 @@ def _models(s: Slice) -> str:
 def _check_range(shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], work: np.dtype) -> None:
     """Refuse numbers, and sums of weights, that become infinite in the dtype that is computed with."""
     if work.itemsize == 1 or not any("density" in e for e in each):
-        work = real(work)  # the formulas of differences alone round their numbers to a short dtype
+        work = methods.real(work)  # the formulas of differences alone round their numbers to a short dtype
     given = [(f"parameter {p!r}", v) for p, v in (*shared.items(), *(i for e in each for i in e.items()))]
     given.append(("the sum of 'weight'", sum(abs(e.get("weight", 0)) for e in each)))
     for told, value in given:
@@ -452,8 +439,8 @@ def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
     return np.dtype(np.float64 if "float64" in names else np.float32)
 
 
-def _lazy(name: str, parts: Sequence[Any], method: Formula, work: np.dtype, dtype: np.dtype) -> Any:
-    if isinstance(method, Scaled) and method.scale is None:
+def _lazy(name: str, parts: Sequence[Any], method: methods.Formula, work: np.dtype, dtype: np.dtype) -> Any:
+    if isinstance(method, methods.Scaled) and method.scale is None:
         held = renamed(name, parts[0])
         for kind in (work, dtype):
             held = held if held.dtype == kind else Converted(name, held, kind)
@@ -473,16 +460,16 @@ _NO_SUM = "the weights sum to 0, which normalize: divides by"
 
 def _formula(
     method: str, shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], based: bool, name: str, seed: int
-) -> Formula:
+) -> methods.Formula:
     weights = tuple(e["weight"] for e in each if "weight" in e)
     if method == "linear":
         if shared["normalize"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
-        return Linear(weights, shared["normalize"])
+        return methods.Linear(weights, shared["normalize"])
     if method == "passthrough":
-        return Scaled(each[0]["scale"])
+        return methods.Scaled(each[0]["scale"])
     if method == "sce":
-        return SelectCalculateErase(shared["select_topk"])
+        return methods.SelectCalculateErase(shared["select_topk"])
     if method == "nearswap":
         return NearSwap(shared["t"])
     if method == "arcee_fusion":
@@ -490,43 +477,43 @@ def _formula(
     if method.startswith("ram"):
         return AgentMerging(**shared)
     if method == "slerp":
-        return Directions("slerp", (shared["t"],))
+        return methods.Directions("slerp", (shared["t"],))
     if method == "nuslerp":
         if cancels(weights) or abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
             raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
-        return Directions("nuslerp", weights, based, axis)
+        return methods.Directions("nuslerp", weights, based, axis)
     if method == "karcher":
-        return Directions("karcher", (), options=tuple(shared.items()))
+        return methods.Directions("karcher", (), options=tuple(shared.items()))
     if method == "multislerp":
         if len(weights) == 1:
-            return Scaled(None)
+            return methods.Scaled(None)
         if shared["normalize_weights"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
-        return Directions("multislerp", weights, based, None, tuple(shared.items()))
+        return methods.Directions("multislerp", weights, based, None, tuple(shared.items()))
     if method == "model_stock":
-        return Directions("model_stock", (), False, -1 if shared["filter_wise"] else None)
+        return methods.Directions("model_stock", (), False, -1 if shared["filter_wise"] else None)
     consensus = method in ("ties", "dare_ties", "breadcrumbs_ties", "della")
     if shared["normalize"] and not consensus and (cancels(weights) or abs(sum(weights)) < 1e-8):
         raise CheckpointError(_NO_SUM)
     chosen = tuple(_sparsifier(method, e, _key(seed, name, i)) for i, e in enumerate(each))
-    return TaskVectors(weights, shared["lambda"], shared["normalize"], consensus, shared["rescale"], chosen)
+    return methods.TaskVectors(weights, shared["lambda"], shared["normalize"], consensus, shared["rescale"], chosen)
 
 
-def _sparsifier(method: str, said: Mapping[str, Any], key: tuple[int, int]) -> Sparsifier:
+def _sparsifier(method: str, said: Mapping[str, Any], key: tuple[int, int]) -> methods.Sparsifier:
     density = said["density"]
     if method == "ties":
-        return Trim(density)
+        return methods.Trim(density)
     if method.startswith("dare"):
-        return Drop(density, key)
+        return methods.Drop(density, key)
     if method.startswith("breadcrumbs"):
-        return Outliers(density, said["gamma"])
+        return methods.Outliers(density, said["gamma"])
     if method.startswith("della"):
         epsilon = said["epsilon"]
         if 0 < density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
             raise CheckpointError(f"density {density} plus or minus epsilon {epsilon} must lie between 0 and 1")
-        return MagnitudeDrop(density, key, epsilon)
-    return Sparsifier()  # without an effect of density, as mergekit has it
+        return methods.MagnitudeDrop(density, key, epsilon)
+    return methods.Sparsifier()  # without an effect of density, as mergekit has it
 
 
 def parameters_of(arrays: Mapping[str, BlendedArray]) -> Iterator[str]:

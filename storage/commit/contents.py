@@ -193,7 +193,7 @@ def deltas_from(root: str, identity: str) -> list[str]:
     others = [n for n in folders if not STEP.match(n)][:_OTHERS]
 
     def needs(name: str) -> bool:
-        start, temporary = bytearray(64), atomic_directory.KINDS.match(name)
+        temporary = atomic_directory.KINDS.match(name)
         if name == own or (temporary and temporary["kind"] != "old"):
             return False
         there = store.at(where := store.join(home, name))
@@ -201,8 +201,7 @@ def deltas_from(root: str, identity: str) -> list[str]:
             contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError),
             contextlib.closing(there.reader(manifest.FILE)) as reader,
         ):
-            reader.readv([start], 0)
-            if (said := _VERSION.search(start)) and int(said[1]) >= 4 and (found := manifest.read(where)):
+            if (said := _VERSION.search(reader.part(0, 64))) and int(said[1]) >= 4 and (found := manifest.read(where)):
                 return found.base == (own, identity)
         return False
 

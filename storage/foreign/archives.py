@@ -32,35 +32,24 @@ from ..readers.tensor import bytes_of
 from ..stores import store
 from ..stores.contract import Reader
 from ..stores.filesystem import active
-from .dcp import (
-    ChunkLocation,
-    DcpChunk,
-    DcpTensor,
-    archive_of,
-    damage,
-    described,
-    described_tensor,
-    entry_heads,
-    entry_start,
-    located,
-)
+from . import dcp
 from .torch_pickle import PickledName, PickledObject
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
 _MAX_NPY_HEADER = 64 << 10
 _HEAD = 1 << 10  # bytes that have the header of an array, but for odd ones
-_NOWHERE = ChunkLocation(0, 0, (), (0, 0), 0)
+_NOWHERE = dcp.ChunkLocation(0, 0, (), (0, 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedTensor(DcpTensor):
+class PlacedTensor(dcp.DcpTensor):
     """A tensor with a known place in its file."""
 
     how: ClassVar[str] = "one run of bytes in a file of NumPy's or PyTorch's"
-    held: ChunkLocation = _NOWHERE
+    held: dcp.ChunkLocation = _NOWHERE
 
-    def place(self, chunk: DcpChunk) -> ChunkLocation:
+    def place(self, chunk: dcp.DcpChunk) -> dcp.ChunkLocation:
         return self.held
 
 
@@ -88,8 +77,8 @@ class DeflatedTensor(PlacedTensor):
         left = self.nbytes
         with (
             opened(store.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
-            damage(where),
-            archive_of(reader, chunk) as archive,
+            dcp.damage(where),
+            dcp.archive_of(reader, chunk) as archive,
             archive.open(self.entry) as f,
         ):
             f.read(self.held.start)
@@ -127,8 +116,8 @@ class DeflatedTensor(PlacedTensor):
         at, (root, file) = start, store.split(path)
         for part in self._pieces():
             at += active().write(fd, [part], at)
-        place = ChunkLocation(start, size, self.held.strides, (start, at - start), 0)
-        chunk = DcpChunk(Box.whole(self.shape), file, 0, size)
+        place = dcp.ChunkLocation(start, size, self.held.strides, (start, at - start), 0)
+        chunk = dcp.DcpChunk(Box.whole(self.shape), file, 0, size)
         return PlacedTensor(root, self.name, self.shape, self.dtype, (chunk,), False, held=place)
 
     def verify(self) -> int:
@@ -163,8 +152,7 @@ def _prefix(reader: Reader, head: bytes, start: int, most: int) -> bytes:
     version, length = head[6:7], head[8:12]
     needed = 12 + int.from_bytes(length[:2] if version == b"\1" else length, "little")
     if len(head) < min(needed, most, _MAX_NPY_HEADER):
-        longer = bytearray(min(needed, most, _MAX_NPY_HEADER))
-        head = bytes(longer[: reader.readv([longer], start)])
+        head = reader.part(start, min(needed, most, _MAX_NPY_HEADER))
     return head[:most]
 
 
@@ -177,14 +165,13 @@ def open_npy(path: str) -> Checkpoint:
     root, file = store.split(path)
     with opened(path, "an array") as reader:
         size = reader.nbytes
-        start = bytearray(min(size, _MAX_NPY_HEADER))
-        reader.readv([start], 0)
+        start = reader.part(0, min(size, _MAX_NPY_HEADER))
     shape, fortran, dtype, at = _npy_header(start, path)
     nbytes = math.prod(shape) * dtype.itemsize
     if at + nbytes != size:
         raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
-    place = ChunkLocation(at, size, _strides(shape, fortran), (at, nbytes), 0)
-    chunk = DcpChunk(Box.whole(shape), file, 0, size)
+    place = dcp.ChunkLocation(at, size, _strides(shape, fortran), (at, nbytes), 0)
+    chunk = dcp.DcpChunk(Box.whole(shape), file, 0, size)
     tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, held=place)
     return flat(path, "NumPy", {SINGLE: tensor})
 
@@ -194,8 +181,8 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
     root, file = store.split(path)
     with opened(path, "the arrays") as reader:
         size = reader.nbytes
-    whole = DcpChunk(Box((), ()), file, 0, size)
-    with opened(path, "the arrays") as reader, damage(path), archive_of(reader, whole) as archive:
+    whole = dcp.DcpChunk(Box((), ()), file, 0, size)
+    with opened(path, "the arrays") as reader, dcp.damage(path), dcp.archive_of(reader, whole) as archive:
         inside = archive.namelist()
         if any(n == "data.pkl" or n.endswith("/data.pkl") for n in inside):
             return _open_torch(path, whole, root, reader, archive, verify)
@@ -206,13 +193,14 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
         tensors: dict[str, PlacedTensor] = {}
         skipped: dict[str, str] = {}
         entries = archive.infolist()
-        for info, head in zip(entries, entry_heads(reader, entries, more=_HEAD, threads=_threads(path)), strict=True):
+        heads = dcp.entry_heads(reader, entries, more=_HEAD, threads=_threads(path))
+        for info, head in zip(entries, heads, strict=True):
             name = info.filename.removesuffix(".npy")
             where = f"{path}, key {name!r}"
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
             stored = info.compress_type == zipfile.ZIP_STORED
-            start = entry_start(head, info, where, size) if stored else 0
+            start = dcp.entry_start(head, info, where, size) if stored else 0
             try:
                 if stored:
                     prefix = _prefix(reader, head[start - info.header_offset :], start, info.file_size)
@@ -226,24 +214,24 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             nbytes = math.prod(shape) * dtype.itemsize
             if at + nbytes != info.file_size:
                 raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {at + nbytes}")
-            chunk, strides = DcpChunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
+            chunk, strides = dcp.DcpChunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
             held = (root, name, shape, dtype, (chunk,), verify)
             if not stored:
-                place = ChunkLocation(at, size, strides, (0, 0), 0)
+                place = dcp.ChunkLocation(at, size, strides, (0, 0), 0)
                 tensors[name] = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
                 continue
             start += at
-            place = ChunkLocation(start, size, strides, (start, nbytes), info.CRC, zlib.crc32(prefix[:at]))
+            place = dcp.ChunkLocation(start, size, strides, (start, nbytes), info.CRC, zlib.crc32(prefix[:at]))
             tensors[name] = PlacedTensor(*held, held=place)
     return flat(path, "NumPy", tensors, skipped=skipped)
 
 
 def _open_torch(
-    path: str, whole: DcpChunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
+    path: str, whole: dcp.DcpChunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
-    top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
+    top, folder = dcp.described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
     entries = [i for i in archive.infolist() if i.filename.startswith(f"{folder}data/")]
-    starts = entry_heads(reader, entries, threads=_threads(path))
+    starts = dcp.entry_heads(reader, entries, threads=_threads(path))
     heads = {i.filename: head for i, head in zip(entries, starts, strict=True)}
     arrays: dict[str, StoredArray] = {}
     skipped: dict[str, str] = {}
@@ -251,9 +239,9 @@ def _open_torch(
     def tensor(made: PickledObject, keys: tuple[str | int, ...]) -> Leaf:
         name = names.leaf_name(keys)
         where = f"{path}, key {name!r}"
-        t = described_tensor(made, where)
+        t = dcp.described_tensor(made, where)
         info = archive.getinfo(f"{folder}data/{t.entry}")
-        place = located(t, info, heads[info.filename], where, whole, whole.nbytes)
+        place = dcp.located(t, info, heads[info.filename], where, whole, whole.nbytes)
         chunk = replace(whole, box=Box.whole(t.shape))
         held = PlacedTensor(root, name, t.shape, t.dtype, (chunk,), verify, held=place)
         arrays[name] = StoredArray(keys, held)

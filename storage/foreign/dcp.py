@@ -43,7 +43,7 @@ from ..stores.contract import Reader
 from ..stores.generations import NONE, Generation
 from .torch_pickle import Persistent, PickledName, PickledObject, read_values
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _AT_ONCE = 256  # heads of entries that are held in memory
 _UNREADABLE = 0x61  # flags of encrypted and of patched entries
 _END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entries it has
@@ -372,8 +372,7 @@ def entry_heads(
     """The header of each entry of an archive at ``base``, and ``more`` bytes; several requests at a time to a store."""
 
     def head(info: zipfile.ZipInfo) -> bytes:
-        out = bytearray(_LOCAL_HEADER.size + len(_name(info)) + more)
-        return bytes(out[: reader.readv([out], base + info.header_offset)])
+        return reader.part(base + info.header_offset, LOCAL_HEADER.size + len(_name(info)) + more)
 
     for first in range(0, len(entries), _AT_ONCE):
         yield from in_threads(head, entries[first : first + _AT_ONCE], threads)
@@ -381,12 +380,12 @@ def entry_heads(
 
 def entry_start(head: bytes, info: zipfile.ZipInfo, where: str, size: int) -> int:
     """Where the bytes of an entry with this ``head`` begin, counted as in its archive of ``size`` bytes."""
-    fields = _LOCAL_HEADER.unpack_from(head.ljust(_LOCAL_HEADER.size, b"\0"))
-    if fields[0] != b"PK\x03\x04" or head[_LOCAL_HEADER.size :][: fields[9]] != _name(info):
+    fields = LOCAL_HEADER.unpack_from(head.ljust(LOCAL_HEADER.size, b"\0"))
+    if fields[0] != b"PK\x03\x04" or head[LOCAL_HEADER.size :][: fields[9]] != _name(info):
         raise CorruptCheckpoint(f"{where}: no header of this entry where the archive says")
     if info.flag_bits & _UNREADABLE:
         raise CorruptCheckpoint(f"{where}: an encrypted or patched entry")
-    start = info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+    start = info.header_offset + LOCAL_HEADER.size + fields[9] + fields[10]
     if start + info.file_size > size:
         raise CorruptCheckpoint(f"{where}: elements beyond their archive")
     return start

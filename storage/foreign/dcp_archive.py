@@ -23,11 +23,10 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointKeyError
 from ..base.names import leaf_name
 from ..format import dtypes, tensor_sums
 from ..format.manifest import Leaf
-from .dcp import STORAGES
+from .dcp import LOCAL_HEADER, STORAGES
 from .torch_pickle import KNOWN, Persistent, PickledName, PickledObject, dumps
 
 ALIGNMENT = 64
-_LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _EXTRA = struct.Struct("<2sH")
@@ -86,11 +85,11 @@ def _archive(name: str, text: bytes, box: Box | None, nbytes: int) -> Archive:
     for entry, data in {**entries, **({} if box is None else {"data/0": None})}.items():
         file = f"archive/{entry}".encode()
         crc, size = (-1, 0) if data is None else (zlib.crc32(data), len(data))
-        used = len(head) + _LOCAL.size + len(file) + _EXTRA.size
+        used = len(head) + LOCAL_HEADER.size + len(file) + _EXTRA.size
         extra = _padding(-used % ALIGNMENT) if data is None else b""
         rows.append((file, crc, size, len(head)))
         fields = (8 * (data is None), 0, 0, _DAY, max(crc, 0), size, size, len(file), len(extra))
-        head += _LOCAL.pack(b"PK\x03\x04", 20, *fields) + file + extra + (data or b"")
+        head += LOCAL_HEADER.pack(b"PK\x03\x04", 20, *fields) + file + extra + (data or b"")
     return Archive(name, head, tuple(rows), box, nbytes)
 
 

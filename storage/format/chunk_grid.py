@@ -23,6 +23,8 @@ SHORTEST_ROW = 1 << 10  # bytes: no chunk row is cut shorter than this
 COLUMN_PARTS = 8
 MAX_SHARDS = 1 << 16
 
+Coord = tuple[int, ...]  # of a shard in its array, or a chunk in its shard
+
 
 class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Python's
     """Shape of an array, of its shards, and of the chunks in a shard (which divides the shard).

@@ -19,12 +19,11 @@ import numpy as np
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base.checksums import crc32c
 from ..stores import store
-from .chunk_grid import ChunkGrid, ravel
+from .chunk_grid import ChunkGrid, Coord, ravel
 
 FILE = "meshtape.sums"
 _MANY = 1 << 20
 
-Coord = tuple[int, ...]
 Section = tuple[int, int]  # number of its first checksum in the table, and the crc32c of its bytes
 
 

@@ -28,7 +28,7 @@ from ..base.checksums import combine, crc32c
 from ..base.threads import starting
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
-from .chunk_grid import TARGET, ChunkGrid, divisors, place_of
+from .chunk_grid import TARGET, ChunkGrid, Coord, divisors, place_of
 from .compression import Codec, Compression
 
 DELTA_CODEC = "meshtape.delta"
@@ -187,22 +187,22 @@ def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int,
 
 
 @lru_cache(maxsize=1 << 12)
-def _index_of_one(length: int) -> bytes:
-    table = struct.pack("<QQ", 0, length)
+def _index_of_one(first: int, length: int) -> bytes:
+    table = struct.pack("<QQ", first, length)
     return table + crc32c(table).to_bytes(4, "little")
 
 
-def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
+def shard_index(grid: ChunkGrid, coord: Coord, lengths: int | Sequence[int], first: int = 0) -> bytes:
     """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as
-    stored, or of each."""
+    stored, or of each, and ``first`` is the place of the first."""
     if grid.chunk == grid.shard:
         (alone,) = [lengths] if isinstance(lengths, int) else lengths
-        return _index_of_one(alone)
+        return _index_of_one(first, alone)
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
     where = tuple(slice(n) for n in present)
     held = np.broadcast_to(np.asarray(lengths, "<u8"), math.prod(present))
-    table[(*where, 0)] = (held.cumsum(dtype="<u8") - held).reshape(present)
+    table[(*where, 0)] = (first + held.cumsum(dtype="<u8") - held).reshape(present)
     table[(*where, 1)] = held.reshape(present)
     return table.tobytes() + crc32c(table).to_bytes(4, "little")
 
@@ -399,8 +399,4 @@ def dual_shard(name: str, dtype: np.dtype, grid: ChunkGrid, coord: tuple[int, ..
     text = json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
-    table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
-    where = tuple(map(slice, place.present))
-    table[(*where, 0)] = (len(head) + unit * np.arange(count, dtype="<u8")).reshape(place.present)
-    table[(*where, 1)] = unit
-    return DualShard(head, rows, bytes(padding) + table.tobytes() + crc32c(table).to_bytes(4, "little"))
+    return DualShard(head, rows, bytes(padding) + shard_index(grid, coord, unit, len(head)))

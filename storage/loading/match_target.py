@@ -26,7 +26,7 @@ from ..format.manifest import scalar_leaves
 from ..readers.tensor import ChunkedTensor
 from ..rules.lazy_tensors import Converted, InMemoryTensor, Joined
 from .deltas import stored_of
-from .report import LoadReport, listed
+from .report import LoadReport, listed, told
 
 Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
 
@@ -228,13 +228,7 @@ def match_like(
     lines += [f"  {n} is there and cannot be read: {ckpt.skipped[n]}" for n in unread[:_SHOWN]]
     lines += [f"  {report.mismatched[n]}" for n in kinds[:_SHOWN]]
     for what, names, hint in (("shapes", shapes, ""), ("dtypes", types, "; pass cast=True to convert")):
-        if names:
-            more = [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-            lines += [
-                f"  {what} differ ({len(names)}{hint}):",
-                *(f"    {report.mismatched[n]}" for n in names[:_SHOWN]),
-                *more,
-            ]
+        lines += told(f"{what} differ ({len(names)}{hint})", [report.mismatched[n] for n in names])
     raise kind("\n".join(lines))
 
 

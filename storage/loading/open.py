@@ -384,10 +384,10 @@ def _said(path: str, text: str | None) -> dict[str, dict[str, Any]]:
 
 def _open_file(path: str, verify: bool) -> Checkpoint:
     store, name = stores.holding(path)
-    start = bytearray(24)
+    start = b""
     with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
-        start = start[: reader.readv([start], 0)]
-    if (opener := OPENERS.get(bytes(start))) is not None:
+        start = reader.part(0, 24)
+    if (opener := OPENERS.get(start)) is not None:
         return opener(path)
     if start.startswith(b"\x93NUMPY"):
         return archives.open_npy(path)
@@ -400,7 +400,7 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
         )
     # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
     if start and b"{" not in start[8:]:
-        if other := refusals.of_start(path, bytes(start)):
+        if other := refusals.of_start(path, start):
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file, nor one of NumPy or PyTorch")

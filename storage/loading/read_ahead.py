@@ -19,7 +19,7 @@ from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import RawTensor
 from ..rules.lazy_tensors import DerivedTensor
 from ..stores import store as stores
-from ..stores.contract import Reader
+from ..stores.contract import Reader, fill
 
 
 class _AheadSegment:
@@ -132,7 +132,7 @@ def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
         yield tensor.path, tensor.start, tensor.stored_nbytes
 
 
-class _AheadReader:
+class _AheadReader(Reader):
     __slots__ = ("_ahead", "_inner", "_last", "_where")
 
     def __init__(self, ahead: ReadAhead, where: str, inner: Reader) -> None:
@@ -155,14 +155,10 @@ class _AheadReader:
         if segment is None or data is None:
             return self._inner.readv(buffers, offset)
         self._last = segment
-        held = memoryview(data)[offset - segment.start :]
-        done = 0
-        for view in views:
-            part = held[done : done + len(view)]
-            view[: len(part)] = part
-            done += len(part)
+        held = memoryview(data)[offset - segment.start :][:wanted]
+        fill(views, held)
         self._ahead.used(segment, wanted)
-        return done
+        return len(held)
 
     def close(self) -> None:
         self._inner.close()

@@ -50,6 +50,12 @@ def listed(title: str, names: Sequence[str], limit: int = 12) -> list[str]:
     return [f"  {title} ({len(names)}):", *(f"    {g}" for g in groups[:limit]), *more]
 
 
+def told(title: str, rows: Sequence[str], limit: int = 12) -> list[str]:
+    """Lines of a report: a title, and as many of the rows below it; none where there is no row."""
+    more = [f"    … and {len(rows) - limit} more"] if len(rows) > limit else []
+    return [f"  {title}:", *(f"    {row}" for row in rows[:limit]), *more] if rows else []
+
+
 @dataclass
 class LoadReport:
     """The report that `load` fills in: loaded leaves and, with ``strict=False``, those that did not fit.
@@ -93,10 +99,7 @@ class LoadReport:
         """Lines about the leaves that did not fit."""
         lines = listed("missing in the checkpoint", self.missing)
         lines += listed("unexpected", self.unexpected)
-        if self.mismatched:
-            rows = list(self.mismatched.values())
-            lines += [f"  mismatched ({len(rows)}):", *(f"    {row}" for row in rows[:8])]
-            lines += [f"    … and {len(rows) - 8} more"] if len(rows) > 8 else []
+        lines += told(f"mismatched ({len(self.mismatched)})", [*self.mismatched.values()], 8)
         return lines + [f"  grown: {row}" for row in self.grown.values()]
 
     def __str__(self) -> str:

@@ -73,15 +73,18 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Overf
 
 
 def decode(value: Any, where: str) -> Any:
-    """Inverse of :func:`encode`.
-
-    Raises
-    ------
-    ProgramError
-        The document is malformed; says ``where``.
-    """
+    """Inverse of :func:`encode`. Raises :class:`ProgramError` that names ``where`` for a malformed document."""
     try:
-        return _decoded(value, where)
+        if isinstance(value, list):
+            return [decode(v, where) for v in value]
+        if not isinstance(value, dict):
+            return value
+        if len(value) != 1:
+            raise ProgramError(f"{where}: expected an object of one key, got {sorted(value)}")
+        ((kind, v),) = value.items()
+        if kind not in _KINDS:
+            raise ProgramError(f"{where}: unknown kind of value {kind!r}")
+        return _KINDS[kind](v, where)
     except ProgramError:
         raise
     except _MALFORMED as e:
@@ -124,29 +127,10 @@ _KINDS: dict[str, Callable[[Any, str], Any]] = {
 """The value that an object of a program file stands for, by its one key."""
 
 
-def _decoded(value: Any, where: str) -> Any:
-    if isinstance(value, list):
-        return [decode(v, where) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) != 1:
-        raise ProgramError(f"{where}: expected an object of one key, got {sorted(value)}")
-    ((kind, v),) = value.items()
-    if kind not in _KINDS:
-        raise ProgramError(f"{where}: unknown kind of value {kind!r}")
-    return _KINDS[kind](v, where)
-
-
 def to_json(program: Program) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The document of a program, and its constants by the names that the document gives them.
+    """The document of a program, and its constants by the names that the document gives them. Raises
+    :class:`ProgramError` where a parameter or a constant belongs to one mesh or one process; names it.
 
-    Raises
-    ------
-    ProgramError
-        Where a parameter or a constant belongs to one mesh or one process; names the op, or the constant.
-
-    Examples
-    --------
     >>> import meshtape as mt
     >>> document, constants = to_json(mt.compile(lambda x: x * 2.0).program(mt.ones(3)))
     >>> document["entries"]
@@ -190,15 +174,8 @@ def to_json(program: Program) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def current(document: Any) -> dict[str, Any]:
-    """The document brought up to this version.
-
-    Raises
-    ------
-    UnsupportedVersion
-        For a document of a later version; names both.
-    ProgramError
-        For anything that is no program document.
-    """
+    """The document brought up to this version. Raises ``UnsupportedVersion``, which names both, for one of a later
+    version, and :class:`ProgramError` for anything that is no program document."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ProgramError(f"this is no program: its format is not {FORMAT!r}")
     return upgraded(document, MIGRATIONS, "the program", ProgramError)
@@ -206,14 +183,7 @@ def current(document: Any) -> dict[str, Any]:
 
 def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
     """Inverse of :func:`to_json`. The result is checked: ops exist, and each variable is defined before it is used.
-
-    Raises
-    ------
-    ProgramError
-        The document is malformed; names the entry and its fault.
-    UnsupportedVersion
-        See :func:`current`.
-    """
+    Raises the errors of :func:`current`, and :class:`ProgramError` that names a malformed entry and its fault."""
     document = current(document)
     try:
         avals = {

@@ -19,7 +19,7 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..base.waiting import lock
-from ..format.chunk_grid import ChunkGrid, ravel
+from ..format.chunk_grid import ChunkGrid, Coord, ravel
 from ..format.compression import Codec, Zstd
 from ..format.stored_objects import StoredObject
 from ..format.zarr_format import shard_index
@@ -27,8 +27,6 @@ from ..stores import store
 from ..stores.contract import Reader
 from .reading import opened
 from .tensor import ChunkedTensor, bytes_of, consecutive, overlaps
-
-Coord = tuple[int, ...]
 
 _ZSTD = Zstd()
 _KEPT = 4 << 20  # entries of all the indexes that a process remembers

@@ -15,6 +15,7 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
+from ..format.chunk_grid import Coord
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, index_text
 from ..format.manifest import ArrayEntry, Manifest, read
@@ -25,8 +26,6 @@ from .raw_tensor import RawTensor
 from .reading import opened
 from .safetensors import build_header, read_header
 from .tensor import ChunkedTensor
-
-Coord = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)

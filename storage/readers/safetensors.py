@@ -40,6 +40,7 @@ from ...arrays.core.errors import (
     NotACheckpoint,
 )
 from ...arrays.core.op import not_recording
+from ..base import strict_json
 from ..base.arguments import mapping
 from ..base.checksums import crc32c
 from ..base.leaves import taken
@@ -111,19 +112,6 @@ class Header:
 
 class _InvalidHeader(ValueError):
     """Why a header is not valid; becomes `CorruptCheckpoint` once the file's name is known."""
-
-
-def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(items)
-    if len(out) != len(items):
-        seen: set[str] = set()
-        twice = next(k for k, _ in items if k in seen or seen.add(k))
-        raise _InvalidHeader(f"name {twice!r} occurs twice (InvalidHeaderDeserialization)")
-    return out
-
-
-def _constant(text: str) -> None:
-    raise _InvalidHeader(f"{text} is not JSON (InvalidHeaderDeserialization)")
 
 
 def _integer(text: str) -> int | float:
@@ -225,13 +213,11 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     try:
         # Our own function for integers is called only where one may be of those that it tells apart.
         integer = _integer if _ODD_NUMBER.search(raw) else None
-        top = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=integer)
+        top = strict_json.loads(text, unique=True, integer=integer)
     except RecursionError:
         raise _InvalidHeader(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)") from None
-    except _InvalidHeader:
-        raise
     except ValueError as e:
-        raise _InvalidHeader(f"not JSON: {e} (InvalidHeaderDeserialization)") from None
+        raise _InvalidHeader(f"not JSON as it should be: {e} (InvalidHeaderDeserialization)") from None
     if not isinstance(top, dict):
         raise _InvalidHeader("not a JSON object (InvalidHeaderDeserialization)")
     metadata = top.pop("__metadata__", None)
@@ -299,15 +285,13 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
     store, name = stores.holding(where)
     try:
         with contextlib.closing(store.reader(name)) as reader:
-            first = bytearray(_FIRST)
-            prefix = bytes(first[: reader.readv([first], 0)])
-            size = reader.nbytes
+            prefix, size = reader.part(0, _FIRST), reader.nbytes
             try:
                 n = _header_nbytes(prefix, size)
             except _InvalidHeader as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
-            rest = bytearray(max(0, 8 + n - len(prefix)))
-            return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)
+            rest = reader.part(len(prefix), max(0, 8 + n - len(prefix)))
+            return parse_header(prefix + rest, size, where, verify=verify)
     except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpoint(f"{where}: no such file") from None
 

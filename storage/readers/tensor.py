@@ -25,7 +25,7 @@ from ..base import names, strict_json
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
 from ..format import dtypes
-from ..format.chunk_grid import ChunkGrid, cells, only_shard, place_of, ravel
+from ..format.chunk_grid import ChunkGrid, Coord, cells, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
 from ..format.zarr_format import said_of
 from ..stores import generations, store
@@ -77,9 +77,9 @@ class ChunkedTensor:
     name: str
     dtype: np.dtype
     grid: ChunkGrid
-    objects: Mapping[tuple[int, ...], StoredObject]
+    objects: Mapping[Coord, StoredObject]
     verify: bool = True  # compare each chunk with its checksum
-    sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
+    sums: Mapping[Coord, np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
     generation: Generation = generations.NONE
 
     beside: ClassVar[int] = 4  # bytes of the checksum behind each chunk
@@ -143,7 +143,7 @@ class ChunkedTensor:
                 f"{some(lost)}; restore them or another checkpoint"
             )
 
-    def _shards(self, box: Box) -> Iterable[tuple[int, ...]]:
+    def _shards(self, box: Box) -> Iterable[Coord]:
         if (alone := only_shard(self.grid)) is not None and box.shape == self.grid.shape:
             return (alone,)
         return cells(box, self.grid.shard)
@@ -162,7 +162,7 @@ class ChunkedTensor:
                 return (job,)
         return self._jobs(box, out)
 
-    def _range(self, coord: tuple[int, ...], stored: StoredObject, out: np.ndarray) -> RangeJob | None:
+    def _range(self, coord: Coord, stored: StoredObject, out: np.ndarray) -> RangeJob | None:
         """The read of a shard that is one small chunk without padding, directly into ``out``."""
         _, shard, chunk = self.grid
         if stored.nbytes > SMALL or not chunk == shard == out.shape or not out.flags.c_contiguous:
@@ -189,7 +189,7 @@ class ChunkedTensor:
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
 
-    def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
+    def refused(self, coord: Coord, value: int) -> CorruptCheckpoint:
         """The error for the one chunk of a shard, whose bytes have the checksum ``value``."""
         path = self.path(coord)
         with opened(path, f"part of {self.name!r}", self.generation) as reader:
@@ -197,11 +197,11 @@ class ChunkedTensor:
             reader.readv([beside], math.prod(self.grid.chunk) * self.dtype.itemsize)
         return self.damaged(path, 0, coord, value, int(beside[0]))
 
-    def path(self, coord: tuple[int, ...]) -> str:
+    def path(self, coord: Coord) -> str:
         """The file of a shard."""
         return names.inside(self.root, self.objects[coord].file, f"{self.root}: {self.name!r}")
 
-    def read_stored(self, reader: Reader, path: str, coord: tuple[int, ...], first: int, out: np.ndarray) -> list[int]:
+    def read_stored(self, reader: Reader, path: str, coord: Coord, first: int, out: np.ndarray) -> list[int]:
         """Fill ``out`` with chunks of a shard as they are stored, checksums included, from number ``first`` on; returns
         the checksums.
 
@@ -214,14 +214,14 @@ class ChunkedTensor:
             raise self.cut(path)
         return [self.checked(path, coord, first + k, row) for k, row in enumerate(out.reshape(-1, nbytes))]
 
-    def wanted(self, coord: tuple[int, ...]) -> Any:
+    def wanted(self, coord: Coord) -> Any:
         """The checksums of the chunks of a shard, in their order, as the manifest knows them; None where it does
         not."""
         if self.sums is not None:
             return self.sums[coord]
         return [self.objects[coord].crc32c] if math.prod(self.grid.chunks_in_shard) == 1 else None
 
-    def checked(self, path: str, coord: tuple[int, ...], number: int, stored: np.ndarray) -> int:
+    def checked(self, path: str, coord: Coord, number: int, stored: np.ndarray) -> int:
         """The checksum of a chunk as it is stored; raises where it is not the one beside it, or not that of its
         place."""
         value, wanted = crc32c(stored[:-4]), self.wanted(coord)
@@ -229,7 +229,7 @@ class ChunkedTensor:
             raise self.damaged(path, number, coord, value, int.from_bytes(stored[-4:].tobytes(), "little"))
         return value
 
-    def check_length(self, reader: Reader, coord: tuple[int, ...], path: str) -> None:
+    def check_length(self, reader: Reader, coord: Coord, path: str) -> None:
         held = self.objects[coord]
         if reader.nbytes != (wanted := held.nbytes if held.file_nbytes < 0 else held.file_nbytes):
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
@@ -237,11 +237,11 @@ class ChunkedTensor:
     def cut(self, path: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
 
-    def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:
+    def index_of(self, number: int, coord: Coord) -> Coord:
         """The place in its shard of the chunk that lies there as number ``number``."""
         return tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
 
-    def damaged(self, path: str, number: int, coord: tuple[int, ...], value: int, beside: int) -> CorruptCheckpoint:
+    def damaged(self, path: str, number: int, coord: Coord, value: int, beside: int) -> CorruptCheckpoint:
         """The error for a chunk: ``value`` is the checksum of its bytes, ``beside`` the one that is stored with
         them."""
         chunk = f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r}"
@@ -254,7 +254,7 @@ class ChunkedTensor:
             f"{chunk} does not fit its crc32c{self.extent(number)}; restore the file or another checkpoint"
         )
 
-    def stored_shape(self, coord: tuple[int, ...], index: tuple[int, ...]) -> tuple[int, ...]:
+    def stored_shape(self, coord: Coord, index: Coord) -> tuple[int, ...]:
         """The shape of a chunk as it lies in the file of its shard."""
         return self.grid.chunk
 
@@ -263,7 +263,7 @@ class ChunkedTensor:
         nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
         return f" (bytes {number * nbytes} to {(number + 1) * nbytes})"
 
-    def _read(self, coord: tuple[int, ...], local: Box, target: np.ndarray, chunks: list[tuple[int, ...]]) -> int:
+    def _read(self, coord: Coord, local: Box, target: np.ndarray, chunks: list[Coord]) -> int:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
         grid, path, begin = self.grid, self.path(coord), self.objects[coord].start
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
@@ -326,11 +326,9 @@ def overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, slic
     return out
 
 
-def consecutive(
-    chunks: list[tuple[int, ...]], present: tuple[int, ...], limit: int
-) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+def consecutive(chunks: list[Coord], present: Coord, limit: int) -> Iterator[tuple[int, list[Coord]]]:
     """(number of the first, all) of at most ``limit`` chunks that lie one after the other in the file."""
-    group: list[tuple[int, ...]] = []
+    group: list[Coord] = []
     start = 0
     for index in chunks:
         number = ravel(index, present)

@@ -22,12 +22,7 @@ class WindowedBlock:
     ``limit`` bytes, or one chunk, is in memory."""
 
     def __init__(
-        self,
-        tensor: Any,
-        box: Box,
-        chunk: tuple[int, ...],
-        limit: int,
-        read: Callable[[Any, Box], np.ndarray] = _read,
+        self, tensor: Any, box: Box, chunk: tuple[int, ...], limit: int, read: Callable[[Any, Box], np.ndarray] = _read
     ) -> None:
         self.tensor, self.box, self.read = tensor, box, read
         self.dtype, self.shape = dtypes.little(tensor.dtype), box.shape

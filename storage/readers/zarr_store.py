@@ -91,8 +91,7 @@ class PlaceStore(ReadOnlyStore):
                 return store.get(key)
             with contextlib.closing(store.reader(key)) as reader:
                 start, stop = span(part, reader.nbytes)
-                data = bytearray(max(0, stop - start))
-                return bytes(data[: reader.readv([data], start) if data else 0])
+                return reader.part(start, max(0, stop - start))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 

@@ -20,7 +20,6 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ..format import dtypes
-from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
 from .lazy_tensors import Converted, DerivedTensor, of_source
@@ -59,6 +58,7 @@ class Unpacked(DerivedTensor):
     bits: int
 
     dtype: ClassVar[np.dtype] = np.dtype(np.int8)
+    per_element: ClassVar[int] = 6
     shape = property(lambda self: self._longer(self.source.shape))
     chunk = property(lambda self: self._longer(self.source.chunk))
 
@@ -70,9 +70,6 @@ class Unpacked(DerivedTensor):
         offset[self.axis] //= per
         shape[self.axis] = -(-box.stop[self.axis] // per) - offset[self.axis]
         return Box(tuple(offset), tuple(shape))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 6)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         there = self.needs(box)
@@ -141,6 +138,7 @@ class Dequantized(DerivedTensor):
     roots: bool = False  # a negative scale is one of roots, as `quantize` makes them
     casts: ClassVar[bool] = True
 
+    per_element: ClassVar[int] = 4
     shape, chunk = of_source("shape"), of_source("chunk")
 
     def sources(self) -> tuple[Any, ...]:
@@ -161,9 +159,6 @@ class Dequantized(DerivedTensor):
         if not box.size:
             return 0
         return self.source.planned(box) + sum(s.planned(self._blocks(box)) for s in self.sources()[1:])
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 4)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         blocks = self._blocks(box)

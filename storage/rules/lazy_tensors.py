@@ -44,6 +44,7 @@ class DerivedTensor:
     __slots__ = ()
     casts: ClassVar[bool] = False  # itself, not its sources
     how: ClassVar[str] = "made of other arrays when it is read"
+    per_element: Any = 8  # bytes that ``_read`` holds for an element
     source: Any
 
     def needs(self, box: Box) -> Box:
@@ -58,11 +59,11 @@ class DerivedTensor:
     def planned(self, box: Box) -> int:
         return self.source.planned(self.needs(box)) if box.size else 0
 
-    def by_pieces(self, box: Box, out: np.ndarray, itemsize: int) -> Iterator[Job]:
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         """Calls of ``_read`` that hold a piece each."""
         keep_freed()
         chunk = tuple(max(c, 1) for c in self.chunk)  # type: ignore[attr-defined]
-        for part in windows(box.shape, chunk, itemsize, _PIECE):
+        for part in windows(box.shape, chunk, self.per_element, _PIECE):
             yield lambda part=part: self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined]
 
     @property
@@ -340,9 +341,7 @@ class Converted(DerivedTensor):
     casts: ClassVar[bool] = True
 
     shape, chunk = of_source("shape"), of_source("chunk")
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, self.source.dtype.itemsize)
+    per_element = property(lambda self: self.source.dtype.itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         held, nbytes = read_into(self.source, box)
@@ -362,9 +361,7 @@ class Agreed(OfParts):
 
     source = property(lambda self: self.parts[0])
     shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 2 * self.dtype.itemsize)
+    per_element = property(lambda self: 2 * self.dtype.itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         nbytes = read_into(self.source, box, out)[1]

@@ -30,9 +30,10 @@ def the_one(values: Sequence[Any], what: str) -> Any:
     return first
 
 
-def expect(wanted: int, tensors: Sequence[Any], what: str) -> None:
+def expect(wanted: int, tensors: Sequence[Any], what: str) -> Sequence[Any]:
     if len(tensors) != wanted:
         raise RuleConflict(f"{what} takes {count(wanted, 'array')}, got {len(tensors)}")
+    return tensors
 
 
 def plain(value: Any) -> Any:

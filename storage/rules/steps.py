@@ -77,8 +77,7 @@ class Split(Step):
     parts: int | None = None
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        expect(1, tensors, "split")
-        (t,) = tensors
+        (t,) = expect(1, tensors, "split")
         k = axis_of(self.axis, t)
         n, sizes = t.shape[k], self.sizes
         if sizes is None:
@@ -209,8 +208,7 @@ class Deinterleave(Step):
     sizes: tuple[int, ...]
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        expect(1, tensors, "deinterleave")
-        (t,) = tensors
+        (t,) = expect(1, tensors, "deinterleave")
         k = axis_of(self.axis, t)
         if sum(self.sizes) != t.shape[k] or self.parts < 1 or any(s % self.parts for s in self.sizes):
             raise CheckpointShapeError(
@@ -256,8 +254,7 @@ class SplitQKV(Step):
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
         _check_heads(self.heads, self.groups)
-        expect(1, tensors, "split_qkv")
-        (t,) = tensors
+        (t,) = expect(1, tensors, "split_qkv")
         n, units = t.shape[axis_of(self.axis, t)], self.heads + 2 * self.groups
         if n % units:
             raise CheckpointShapeError(f"{t.name!r} of shape {t.shape} is not {units} heads along axis {self.axis}")
@@ -294,8 +291,7 @@ class SplitFFN(Step):
     axis: int = 0
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:
-        expect(1, tensors, "split_ffn")
-        (t,) = tensors
+        (t,) = expect(1, tensors, "split_ffn")
         half = t.shape[axis_of(self.axis, t)] // 2
         return Deinterleave(self.parts, self.axis, (half, half)).apply(tensors, targets)
 

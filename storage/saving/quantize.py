@@ -4,11 +4,10 @@ A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7),
 at most half a scale. A row without a negative number, such as Adam's mean squares, is stored by its roots, between 0
 and the largest in 254 (or 14) steps, and its scale is ``-sqrt(max) / 254``: ``x = ((q + 127) * scale) ** 2`` has the
 same bound, and no number that is not zero becomes zero, by which Adam would divide. Scales of float64 are float64, all
-others float32. Four-bit values are packed two a
-byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool stores
-it. A row that holds NaN or infinity is NaN as a whole afterwards. Rounding again and again
-adds up: what was restored from such a state is not quantised once more unless that is
-asked for.
+others float32. Four-bit values are packed two a byte, the first in the lower half. An array becomes a small dict of
+arrays and values, so any format and any tool stores it. A row that holds NaN or infinity is NaN as a whole afterwards.
+Rounding again and again adds up: what was restored from such a state is not quantised once more unless that is asked
+for.
 """
 
 from __future__ import annotations
@@ -120,7 +119,9 @@ def quantize(
         scale = row_scales(wide, LEVELS[bits])
         if not allow_overflow and bool(mt.any(mt.isnan(scale))):
             count_lost_rows(name, np.asarray(wide), np.asarray(scale))
-        return _small(leaf, wide, scale, bits, times + 1)
+        q, length = row_integers(wide, scale, LEVELS[bits]), int(leaf.shape[-1])
+        q = mt.asarray(pack(np.asarray(q))) if bits == 4 else q
+        return {MARK: bits, "q": q, "scale": scale, "dtype": kind, "length": length, "times": times + 1}
 
     return map_with_path(one, tree)
 
@@ -144,14 +145,6 @@ def refuse_quantized(leaves: Mapping[str, Any], wanted: Callable[[str], bool]) -
 def wide_of(dtype: Any) -> np.dtype:
     """The dtype in which rows are computed, and that of their scales."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
-
-
-def _small(x: Any, wide: Any, scale: Any, bits: int, times: int) -> dict[str, Any]:
-    q = row_integers(wide, scale, LEVELS[bits])
-    length = int(x.shape[-1])
-    if bits == 4:
-        q = mt.asarray(pack(np.asarray(q)))
-    return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
 
 
 def row_scales(wide: Any, levels: int) -> Any:

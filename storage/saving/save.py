@@ -119,10 +119,8 @@ def _item(leaf: Any, path: Path) -> SaveItem:
     return SaveItem(path, leaf, shape, dtype, sharding, grid, name=name)
 
 
-def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
+def _boxes(sharding: BlockSharding, shape: tuple[int, ...]) -> list[Box]:
     """The distinct blocks of an array."""
-    if sharding is None:
-        return [Box.whole(shape)]
     return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
 
 

@@ -112,12 +112,10 @@ class Snapshots:
         """
         self._raise_error()
         self.must_finish()
-        if self._writing is not None and not self._writing.done():
-            if self.when_busy == "skip":
-                self.skipped += 1
-                return False
-            self._writing.wait()
-        self._raise_error()
+        if self.when_busy == "skip" and self._writing is not None and not self._writing.done():
+            self.skipped += 1
+            return False
+        self._wait()
         where = self._target(step) if callable(self._target) else self._target.format(step=step)
         options = {**self.options, **({} if metadata is None else {"metadata": metadata})}
         waiting = [
@@ -164,10 +162,7 @@ class Snapshots:
     def finalize(self) -> SaveReport | None:
         """Finish the snapshot and wait until it is written; returns the last report."""
         self.must_finish()
-        if self._writing is None:
-            return None
-        handle, self._writing = self._writing, None
-        return handle.wait()
+        return self._wait()
 
     def __enter__(self) -> Snapshots:
         return self
@@ -177,9 +172,7 @@ class Snapshots:
 
     def _start(self, attempt: _Attempt) -> None:
         self._attempt = None
-        if self._writing is not None:
-            handle, self._writing = self._writing, None
-            handle.wait()
+        self._wait()
         copies = attempt.copies
         # As arrays of ours, so that the save does not copy them again.
         owned = {path: asarray(copy, copy=False) for path, copy in copies.items()}
@@ -191,10 +184,16 @@ class Snapshots:
         self._writing = save_async(attempt.where, tree, step=attempt.step, then=written, **attempt.options)
 
     def _raise_error(self) -> None:
+        if self._writing is not None and self._writing.done():
+            self._wait()
+
+    def _wait(self) -> SaveReport | None:
         handle = self._writing
-        if handle is not None and handle.done():
-            self._writing = None
-            handle.wait()
+        try:
+            return None if handle is None else handle.wait()
+        finally:
+            if handle is not None and handle.done():
+                self._writing = None
 
 
 def _held(leaf: Any) -> Any:

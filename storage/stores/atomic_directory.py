@@ -24,11 +24,11 @@ KINDS = re.compile(
 
 
 @contextlib.contextmanager
-def owned(path: str) -> Iterator[str]:
+def owned(path: str) -> Iterator[owners.Hold]:
     """A temporary name that this process works under, locked where it exists."""
     held = owners.Hold(path).lock()
     try:
-        yield path
+        yield held
     finally:
         held.release()
 
@@ -110,8 +110,7 @@ def collect(path: str) -> bool:
 
     False where a living writer has it after all: one of another namespace, which had not locked it yet.
     """
-    held = owners.Hold(path).lock()
-    try:
+    with owned(path) as held:
         if held.locked is False:
             return False
         fs = active()
@@ -124,8 +123,6 @@ def collect(path: str) -> bool:
         else:
             discard(path)
         return True
-    finally:
-        held.release()
 
 
 def discard(path: str) -> None:
@@ -138,9 +135,9 @@ def discard(path: str) -> None:
     parent = os.path.dirname(path)
     name = m["name"] if m else os.path.basename(path)
     with owned(path), owned(os.path.join(parent, f"{name}.trash-{owners.new_id()}")) as trash:
-        fs.rename(path, trash)
+        fs.rename(path, trash.path)
         fs.fsync_dir(parent)
-        fs.remove_tree(trash)
+        fs.remove_tree(trash.path)
 
 
 def make_parents(target: str) -> None:

@@ -50,6 +50,11 @@ class Reader(Protocol):
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
 
+    def part(self, start: int, nbytes: int) -> bytes:
+        """The bytes from ``start`` on, or as many as there are."""
+        data = memoryview(bytearray(nbytes))
+        return bytes(data[: self.readv([data], start) if nbytes else 0])
+
     def read_now(self, buffers: list[Any], offset: int) -> int:
         """As `readv`, of bytes that are in this machine's memory; fewer, or -1, where it would have to wait for others,
         or cannot tell."""
@@ -110,9 +115,7 @@ class Store(ABC):
             n = r.nbytes
             if n > LONGEST:
                 raise CorruptCheckpoint(f"{join(self.root, name)} has {n} bytes, at most {LONGEST} are read at once")
-            data = bytearray(n)
-            got = r.readv([data], 0) if n else 0
-            return bytes(data[:got])
+            return r.part(0, n)
 
     def size(self, name: str) -> int | None:
         """The length of an object, or None where there is none."""

@@ -42,7 +42,7 @@ from ..saving.quantize import MARK
 from ..stores import atomic_directory, store
 from .attributes import attributes_left, held_attributes
 from .model_config import followed, untrue
-from .plan import MEMORY_LIMIT, THREADS, Progress
+from .plan import MEMORY_LIMIT, THREADS, Progress, Transfer
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
 from .sinks.sink_safetensors import HuggingFaceSink, split_files
@@ -437,17 +437,10 @@ def convert(
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:
-        nbytes, resumed, losses = (upload if store.is_url(target) else transfer)(
-            generation_of(held.ckpt, target),
-            tensors,
-            sink,
-            target,
-            memory_limit=memory_limit - held.reserved,
-            spread=spread,
-            overwrite=overwrite,
-            progress=work.follow(progress),
-            allow_overflow=allow_overflow,
-        )
+        source, memory = generation_of(held.ckpt, target), memory_limit - held.reserved
+        how = (memory, spread, overwrite, work.follow(progress), allow_overflow)
+        run = upload if store.is_url(target) else transfer
+        nbytes, resumed, losses = run(Transfer(source, tensors, sink, target, *how))
     if held.unread:
         warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)}", stacklevel=3)
     return ConvertReport(

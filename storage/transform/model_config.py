@@ -19,14 +19,7 @@ from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced
 from . import layer_entries
 from .tokenizer import ids_of, renumbered
 
-TABLES = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "embed_in.weight",
-    "tokens_embed.weight",
-    "shared.weight",
-)
+TABLES = tuple(f"{n}.weight" for n in ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed", "shared"))
 """Ends of the names of embeddings."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of heads, which a model may tie to its embedding and not store."""
@@ -271,24 +264,23 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
         if few := next((s for s, n in now.items() if was.get(s) == every != n), None):
             notes.append(f"config.json: {key} is {inner[key]}, and {few!r} has the experts {some(sorted(now[few]), 6)}")
     known = {id(t): n for n, t in before.items()}
+    of = {n: _origins(t, known) for n, t in after.items()}
     made: dict[str, set[str]] = {}  # the origins of the arrays of each layer, and of those of none
-    for n, t in after.items():
-        made.setdefault(_layer_of(n), set()).update(_origins(t, known) or {n})
-    used = set().union(*made.values())
+    for n, origins in of.items():
+        made.setdefault(_layer_of(n), set()).update(origins or {n})
     mixtures = {_layer_of(n) for n in before if _OF_EXPERTS.search(n)}
-    whole = {layer for layer, of in made.items() if any(map(_OF_EXPERTS.search, of | made.get("", set())))}
-    bare = [p for p, of in made.items() if p and p not in whole and not mixtures.isdisjoint(map(_layer_of, of))]
+    whole = {layer for layer, names in made.items() if any(map(_OF_EXPERTS.search, names | made.get("", set())))}
+    bare = [p for p, names in made.items() if p and p not in whole and not mixtures.isdisjoint(map(_layer_of, names))]
     told = f"config.json: a layer of experts does not load without any, and none are in {some(bare, 3)}"
     notes += [told] if bare else []
+    used = set().union(*of.values())
+    left = [n for n in before if n not in used and n not in after]
     tied = inner.get("tie_word_embeddings")
-    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and not tied and n not in used | after.keys()]
+    lost = [n for n in left if n.endswith(HEADS) and is_embedding(n) and not tied]
     ties = "does not tie" if tied is False else "does not say that it ties"
     notes += [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
-    real = set().union(*(_origins(t, known) for t in after.values()))
-    layers = {_layer_of(n) for n in real} - {""}
-    gone = [
-        n for n in before if n not in real and n not in after and not BUFFER.search(n) and not _OF_EXPERTS.search(n)
-    ]
+    layers = {_layer_of(n) for n in used} - {""}
+    gone = [n for n in left if not BUFFER.search(n) and not _OF_EXPERTS.search(n)]
     gone = [n for n in gone if _layer_of(n) in layers or (n.endswith(TABLES) and is_embedding(n))]
     return notes + [f"config.json: arrays of the model are not here: {some(gone, 3)}"] * bool(gone)
 

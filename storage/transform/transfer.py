@@ -30,12 +30,10 @@ from ..rules.casting import CastLoss, Tally
 from ..rules.measured import measure_all
 from ..stores import atomic_directory
 from ..stores.filesystem import active, try_lock
-from ..stores.generations import Generation
-from .plan import Progress, fingerprint
+from .plan import Transfer
 from .sinks.raw_writer import check_all, put_all, put_and_check, steps_of
-from .sinks.sink import BATCH, TransferSink, WindowWriter
+from .sinks.sink import BATCH, WindowWriter
 from .unpacked import unpacked
-from .workers import Workers
 
 _LEAST = 64 << 10
 
@@ -100,40 +98,23 @@ def _whole(*call: Any) -> bool:
         return False
 
 
-def transfer(
-    source: Generation,
-    tensors: Sequence[Any],
-    sink: TransferSink,
-    target: str,
-    *,
-    memory_limit: int,
-    spread: Workers,
-    overwrite: bool,
-    progress: Progress,
-    allow_overflow: bool,
-) -> tuple[int, int, Tally]:
-    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had
-    written, and losses of casts.
-
-    Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is
-    committed.
-
-    ``source`` is what the tensors read. With an executor the windows are read and written by its processes, which must
-    see both; the journal stays here.
-    """
+def transfer(plan: Transfer) -> tuple[int, int, Tally]:
+    """Fill the sink; returns the bytes of the files, those that an earlier run had written, and losses of casts. The
+    journal stays in this process."""
+    tensors, sink, target, spread = plan.tensors, plan.sink, plan.target, plan.spread
     atomic_directory.make_parents(target)
     atomic_directory.recover(os.path.dirname(target))
-    directory_commit.check_target(target, overwrite, CHECKPOINTS)
+    directory_commit.check_target(target, plan.overwrite, CHECKPOINTS)
     part = f"{target}.part"
     if not os.path.isdir(part):
         atomic_directory.check_space(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
     # A thread holds a window, the reader's staging memory and the writer's.
-    limit = max(_LEAST, min(memory_limit // (3 * spread.threads), scratch.KEPT))
+    limit = max(_LEAST, min(plan.memory_limit // (3 * spread.threads), scratch.KEPT))
     units = sink.units(tensors, limit)
     items = [t.dtype.itemsize for t in tensors]
     sizes = [u.box.size * items[u.array] for u in units]
     total = sum(sizes)
-    key = fingerprint(source, tensors, sink, len(units), memory_limit, spread.threads)
+    key = plan.fingerprint(len(units))
     writers = [sink.writer(i, limit) for i in range(len(tensors))]
     fs = active()
 
@@ -168,7 +149,7 @@ def transfer(
             def settle(array: int) -> None:
                 # Only what is complete: the counts of others, of which windows are still to come, would be too small.
                 if not left[array]:
-                    losses.refuse(allow_overflow, tensors[array].name)
+                    losses.refuse(plan.allow_overflow, tensors[array].name)
 
             for array in {units[n].array for n in kept}:
                 settle(array)
@@ -177,7 +158,7 @@ def transfer(
                 begun = True
                 measure_all([tensors[a] for a in sorted(left)], spread.over)
                 sink.create(part)
-                progress(reached := resumed, total)
+                plan.progress(reached := resumed, total)
                 left_units = [n for n in range(len(units)) if n not in kept]
                 steps = steps_of(left_units, units, sizes, writers, min(limit, BATCH))
                 # What other processes have written is read back when none of them is at work any more: a task may be
@@ -203,7 +184,7 @@ def transfer(
                             settle(array)
                     os.write(fd, "".join(f"{row}\n" for row in rows).encode())
                     for n in windows:
-                        progress(reached := reached + sizes[n], total)
+                        plan.progress(reached := reached + sizes[n], total)
                 with starting(), ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
                     synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
                     for windows, found in spread.over(  # while the disk is busy
@@ -212,9 +193,9 @@ def transfer(
                         for n, same in zip(windows, found, strict=True):
                             refuse_unless(same, n)
                     synced.result()
-                source.check()
+                plan.source.check()
                 nbytes = sink.finish(atomic_directory.Folder(part), target)
-                directory_commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=CHECKPOINTS)
+                directory_commit.adopt(part, target, without=JOURNAL, overwrite=plan.overwrite, tables=CHECKPOINTS)
         except BaseException as e:
             # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is
             # of no use.

@@ -25,11 +25,9 @@ from ..format.tensor_sums import of_range
 from ..rules.casting import CastLoss, Tally, tallied
 from ..stores import store as stores
 from ..stores.contract import Store
-from ..stores.generations import Generation
-from .plan import Progress, fingerprint
-from .sinks.sink import TransferSink, UploadStream
+from .plan import Transfer
+from .sinks.sink import UploadStream
 from .unpacked import unpacked
-from .workers import Workers
 
 _BATCH = 8 << 20
 
@@ -99,26 +97,16 @@ class _Journal:
         return None
 
 
-def upload(
-    source: Generation,
-    tensors: Sequence[Any],
-    sink: TransferSink,
-    target: str,
-    *,
-    memory_limit: int,
-    spread: Workers,
-    overwrite: bool,
-    progress: Progress,
-    allow_overflow: bool,
-) -> tuple[int, int, Tally]:
+def upload(plan: Transfer) -> tuple[int, int, Tally]:
     """As `transfer`, for a target in an object store."""
+    sink, target, spread = plan.sink, plan.target, plan.spread
     if spread.executor is not None:
         raise CheckpointError(
             f"{target}: uploads are made by this process; leave out client=, or write to a shared directory"
         )
-    object_commit.check_target(target, overwrite, CHECKPOINTS)
-    limit = max(64 << 10, memory_limit // (3 * spread.threads))
-    key = fingerprint(source, tensors, sink, 0, memory_limit, spread.threads)
+    object_commit.check_target(target, plan.overwrite, CHECKPOINTS)
+    limit = max(64 << 10, plan.memory_limit // (3 * spread.threads))
+    key = plan.fingerprint(0)
     found = _Journal.read(stores.at(target), key)
     folder = object_commit.ObjectFolder(target)
     held: dict[str, list[Any]] = {}
@@ -127,12 +115,12 @@ def upload(
         held, lost = found[1:]
     else:
         object_commit.recover(target)
-        object_commit.check_target(target, overwrite, CHECKPOINTS)
+        object_commit.check_target(target, plan.overwrite, CHECKPOINTS)
         folder.begin()
     keep, stack = False, contextlib.ExitStack()
     try:
         beside = os.path.join(tempfile.gettempdir(), "meshtape")
-        tensors = stack.enter_context(unpacked(tensors, beside, limit))
+        tensors = stack.enter_context(unpacked(plan.tensors, beside, limit))
         sink.mark(folder.suffix)
         streams = sink.streams(tensors, limit)
         journal = _Journal(folder, key)
@@ -143,15 +131,15 @@ def upload(
             if value == held[s.name][0]:
                 _, s.digest, s.nbytes = held[s.name]
                 journal.done[s.name], journal.losses[s.name] = held[s.name], lost.get(s.name, Tally())
-                journal.losses[s.name].refuse(allow_overflow)
+                journal.losses[s.name].refuse(plan.allow_overflow)
                 resumed += sizes[s.name]
-        progress(reached := resumed, total)
+        plan.progress(reached := resumed, total)
         missing = [s for s in streams if s.name not in journal.done]
-        for s, (row, losses) in spread.over(_send, missing, lambda s: (s, target, allow_overflow)):
+        for s, (row, losses) in spread.over(_send, missing, lambda s: (s, target, plan.allow_overflow)):
             journal.add(s.name, row, losses)
-            progress(reached := reached + sizes[s.name], total)
+            plan.progress(reached := reached + sizes[s.name], total)
         sink.accept(streams)
-        source.check()
+        plan.source.check()
         nbytes = sink.finish(folder, target)
         folder.commit()
     except BaseException as e:

@@ -8,7 +8,7 @@ float64 for such arrays, and cast to the dtype of the result; what overflows is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ from ...arrays import asarray
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..format import dtypes
-from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast, count_lost_rows, watched
 from ..rules.labels import Labels, Reader
@@ -76,9 +75,7 @@ class WeightedSum(Agreed):
     source = property(lambda self: self.parts[self.base])
     # The largest, so that a piece reads few bytes twice.
     chunk = property(lambda self: max((p.chunk for p in self.parts), key=lambda c: int(np.prod(c, dtype=object))))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 3 * self._wide.itemsize)
+    per_element = property(lambda self: 3 * self._wide.itemsize)
 
     def labels(self, of: Reader) -> Labels:
         held = [labels_of(p, of) for p in self.parts]
@@ -127,6 +124,7 @@ class LowRankSum(DerivedTensor):
 
     casts: ClassVar[bool] = True
     how: ClassVar[str] = "a stored array plus a product of low rank, taken when it is read"
+    per_element: ClassVar[int] = 4 * np.dtype(np.float64).itemsize
     shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
 
     def sources(self) -> tuple[Any, ...]:
@@ -152,9 +150,6 @@ class LowRankSum(DerivedTensor):
     def planned(self, box: Box) -> int:
         boxes = (box, *self._factors(box, 0, self.rank)) if box.size else ()
         return sum(t.planned(b) for t, b in zip(self.sources(), boxes, strict=False))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 4 * np.dtype(np.float64).itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         wide = working_dtype(self.dtype) or self.dtype
@@ -193,12 +188,10 @@ class RowScales(DerivedTensor):
     dtype = property(lambda self: wide_of(self.source.dtype))
     shape = property(lambda self: (*self.source.shape[:-1], 1))
     chunk = property(lambda self: (*self.source.chunk[:-1], 1))
+    per_element = property(lambda self: 3 * self.dtype.itemsize * self.source.shape[-1])
 
     def needs(self, box: Box) -> Box:
         return Box((*box.offset[:-1], 0), (*box.shape[:-1], self.source.shape[-1]))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 3 * self.dtype.itemsize * self.source.shape[-1])
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         rows = self.needs(box)
@@ -217,9 +210,7 @@ class RowIntegers(RowScales):
     dtype = property(lambda self: np.dtype(np.int8 if self.levels > 7 else np.uint8))
     shape = property(lambda self: (*self.source.shape[:-1], -(-self.source.shape[-1] // (1 if self.levels > 7 else 2))))
     chunk = property(lambda self: rows_of(self.shape))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 8 * wide_of(self.source.dtype).itemsize)
+    per_element = property(lambda self: 8 * wide_of(self.source.dtype).itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         rows, nbytes = _at_work(self.source, self.needs(box), wide_of(self.source.dtype))

@@ -30,12 +30,8 @@ Integers = Literal["equal", "first", "last"]
 _CONFIG = "adapter_config.json"
 _PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
 _OTHERS = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "target_parameters",
+    *(f"use_{method}" for method in ("dora", "qalora", "bdlora")),
+    *("layer_replication", "alora_invocation_tokens", "target_parameters"),
     *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
 )
 """Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
@@ -237,7 +233,10 @@ def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     nodes = held.add(base), held.add(adapter)
     ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else build(nodes[1], held.parents)
     if ckpt.computed is None:
-        config = _config_in(store.location(adapter) if not isinstance(adapter, Checkpoint) else adapter.path)
+        where = adapter.path if isinstance(adapter, Checkpoint) else store.location(adapter)
+        config = _checked(
+            store.join(where, _CONFIG), lambda: strict_json.loads(store.at(where).get(_CONFIG), unique=True)
+        )
     elif not math.isclose(ex.weight_of(ckpt.computed.expression), 1, abs_tol=1e-6):
         raise CheckpointError(f"{ckpt.path} is a difference of adapters, and none itself before it is added to one")
     elif said := config_of(ckpt.documents, _CONFIG):
@@ -245,7 +244,7 @@ def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     else:
         raise CheckpointError(f"{ckpt.path} has no {_CONFIG}, which says the rank and alpha of an adapter")
     modules = {m[1]: ckpt[n].shape for n in ckpt if (m := adapters.ADAPTER.match(n)) and m[3] == "A"}
-    default = _factor(config, {}, config["r"])
+    default = _factor(config, "", config["r"])
     factors = {m: _factor_of(config, m, int(shape[0])) for m, shape in modules.items() if shape}
     own = [(m, f) for m, f in sorted(factors.items()) if f != default]
     params = {"factor": default, "factors": own, "transposed": bool(config.get("fan_in_fan_out"))}
@@ -255,24 +254,15 @@ def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     return build(adapters.Lora(nodes, scale, **params), held.parents)
 
 
-def _config_in(where: str) -> dict[str, Any]:
-    """The checked ``adapter_config.json`` of a directory."""
-    file = store.join(where, _CONFIG)
-
-    def read() -> Any:
-        at, name = store.holding(file)
-        return strict_json.loads(at.get(name), unique=True)
-
-    return _checked(file, read)
-
-
 def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
     """The configuration of an adapter; a typed error that begins with ``file`` for one that is none."""
     try:
         config = read()
         if not isinstance(config, dict):
             raise TypeError("it is no object")
-        _refuse_others(file, config)
+        if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
+            said = other if other is not True else config["peft_type"]
+            raise CheckpointError(f"{file}: only plain LoRA is applied, and it says {said}")
         for key in ("r", "lora_alpha"):
             if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
                 raise ValueError(f"{key} is {config.get(key)!r:.40}, and no positive number")
@@ -306,17 +296,9 @@ def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
     return config
 
 
-def _refuse_others(file: str, config: Mapping[str, Any]) -> None:
-    """Raise for an adapter of another method, whose configuration has other keys."""
-    if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
-        raise CheckpointError(
-            f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
-        )
-
-
-def _factor(config: Mapping[str, Any], alphas: Mapping[str, float], rank: float, module: str = "") -> float:
-    """The factor of a module's product; ``alphas`` are those of modules that have their own."""
-    alpha = _said(alphas, module, config["lora_alpha"])
+def _factor(config: Mapping[str, Any], module: str, rank: float) -> float:
+    """The factor of a module's product; that of most modules for an empty name, which no pattern fits."""
+    alpha = _said(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -325,7 +307,7 @@ def _factor_of(config: Mapping[str, Any], module: str, rank: int) -> float:
     said = _said(config.get("rank_pattern") or {}, module, config["r"])
     if said != rank:
         raise CheckpointError(f"the factors of {module!r} have rank {rank}, and adapter_config.json says {said}")
-    return _factor(config, config.get("alpha_pattern") or {}, rank, module)
+    return _factor(config, module, rank)
 
 
 def _said(patterns: Mapping[str, float], module: str, default: float) -> float:

@@ -265,8 +265,7 @@ def read_document(where: str) -> bytes:
     with contextlib.closing(at.reader(name)) as reader:
         if reader.nbytes > LONGEST:
             raise CorruptCheckpoint(f"{where} has {reader.nbytes} bytes, a document has at most {LONGEST}")
-        data = bytearray(reader.nbytes)
-        return bytes(data[: reader.readv([data], 0)])
+        return reader.part(0, reader.nbytes)
 
 
 def is_document(path: str) -> bool:

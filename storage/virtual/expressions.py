@@ -32,7 +32,7 @@ from ..format import dtypes
 from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
 from ..loading.match_target import select
-from ..loading.report import listed
+from ..loading.report import listed, told
 from ..rules.dequantized import converted, floating, not_followed, scaled
 from ..rules.lazy_tensors import Sliced, renamed
 from ..rules.rules import Rules
@@ -50,7 +50,6 @@ MOST_READS = 4096  # of stored elements for one
 DEEPEST = 32  # nodes within nodes, also through documents, and documents within documents
 _LONGEST = 400  # characters of a text
 _LARGEST = float(np.finfo(np.float32).max)
-_SHOWN = 12
 
 
 # ----- forms of parameters, of callers and of documents ---------------------------------------------------------------
@@ -61,10 +60,6 @@ def number(x: Any) -> float:
     if isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and abs(x) <= _LARGEST:
         return float(x)
     raise CheckpointError(f"{x!r:.40} is no number that float32 holds")
-
-
-def numbers(x: Any) -> tuple[float, ...]:
-    return tuple(map(number, _sequence(x)))
 
 
 def _is(kind: type, otherwise: str) -> Callable[[Any], Any]:
@@ -95,26 +90,29 @@ def choice(x: Any) -> str:
     return str(x)
 
 
-def texts(x: Any) -> tuple[str, ...]:
-    return tuple(map(text, _sequence(x)))
-
-
-def rows_of(*forms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The form of a list of rows, each with one value of each form."""
-
-    def form(x: Any) -> tuple[tuple[Any, ...], ...]:
-        rows = [_sequence(row) for row in _sequence(x)]
-        if any(len(row) != len(forms) for row in rows):
-            raise CheckpointError(f"each row has {len(forms)} values, got {x!r:.80}")
-        return tuple(tuple(f(v) for f, v in zip(forms, row, strict=True)) for row in rows)
-
-    return form
-
-
 def _sequence(x: Any) -> Sequence[Any]:
     if isinstance(x, (list, tuple)) or (isinstance(x, np.ndarray) and x.ndim == 1):
         return x
     raise CheckpointError(f"{x!r:.40} is no list")
+
+
+def list_of(form: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """The form of a list of values of a form."""
+    return lambda x: tuple(map(form, _sequence(x)))
+
+
+numbers, texts = list_of(number), list_of(text)
+
+
+def rows_of(*forms: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """The form of a list of rows, each with one value of each form."""
+
+    def row(x: Any) -> tuple[Any, ...]:
+        if len(values := _sequence(x)) != len(forms):
+            raise CheckpointError(f"each row has {len(forms)} values, got {x!r:.80}")
+        return tuple(form(v) for form, v in zip(forms, values, strict=True))
+
+    return list_of(row)
 
 
 # ----- nodes ----------------------------------------------------------------------------------------------------------
@@ -211,9 +209,8 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         types = [n for n in common if not _dtypes_fit(first[n].dtype, other[n].dtype, mixed)]
         for what, found, kind in (("shape", shapes, CheckpointShapeError), ("dtype", types, CheckpointDTypeError)):
             kinds += [kind] * bool(found)
-            told = [f"    {n}: {getattr(first[n], what)} and {getattr(other[n], what)}" for n in found[:_SHOWN]]
-            more = [f"    … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-            lines += [f"  {what}s differ in {other.path} ({len(found)}):", *told, *more] if found else []
+            rows = [f"{n}: {getattr(first[n], what)} and {getattr(other[n], what)}" for n in found]
+            lines += told(f"{what}s differ in {other.path} ({len(found)})", rows)
     if lines:
         worst = next(k for k in (CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError) if k in kinds)
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))

@@ -26,6 +26,7 @@ AVERAGED = (
     f"add to a model. {EXACT}"
 )
 _SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
+"""Entries of ``adapter_config.json`` by which equal factors add other things to a model."""
 
 
 def entries(config: Mapping[str, Any], each: bool) -> dict[str, Any]:
@@ -80,17 +81,13 @@ def are_adapters(made: Sequence[Checkpoint]) -> bool:
         if bool(config) != bool(configs[0]):
             model, adapter = (c.path for c in (made[0], ckpt)[:: -1 if configs[0] else 1])
             raise CheckpointError(f"{adapter} is an adapter, and {model} has no adapter_config.json. {EXACT}")
-        for key, (ours, theirs) in _of_scales(configs[0], config):
-            raise CheckpointError(
-                f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of their "
-                f"factors are no sums of what they add to a model. {EXACT}"
-            )
+        for key in _SCALES:
+            if (ours := configs[0].get(key)) != (theirs := config.get(key)):
+                raise CheckpointError(
+                    f"{made[0].path} is an adapter with {key} = {ours!r}, {ckpt.path} one with {theirs!r}: sums of "
+                    f"their factors are no sums of what they add to a model. {EXACT}"
+                )
     return bool(configs[0])
-
-
-def _of_scales(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Entries of two ``adapter_config.json`` with which equal factors add other things to a model."""
-    return ((k, (ours.get(k), theirs.get(k))) for k in _SCALES if ours.get(k) != theirs.get(k))
 
 
 def told(found: Iterable[tuple[str, tuple[Any, Any]]]) -> str:

@@ -23,19 +23,8 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     """A base whose head is an array of its own where an adapter parts it from the embedding.
 
     PEFT trains a copy of a module, so that a tied head stays as it was beside a trained embedding, and an embedding
-    beside a trained head.
-
-    Parameters
-    ----------
-    base
-        The model that the adapter is applied to.
-    whole, factored
-        Names of the weights that the adapter trained whole, and of those that it has factors or single rows for.
-
-    Raises
-    ------
-    CheckpointError
-        The base ties more than an embedding and ``lm_head``.
+    beside a trained head. ``whole`` and ``factored`` are names of the weights that the adapter trained whole, and of
+    those that it has factors or single rows for. Raises `CheckpointError` for a base that ties other arrays, too.
     """
     whole, factored = list(whole), list(factored)
     heads = [n for n in (*whole, *factored) if n.endswith(HEADS)]
@@ -52,7 +41,7 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
         return base
     if _said(config) is False or not (heads or ties_head(config)):
         return base
-    if config.get("is_encoder_decoder") or _ends(_kinds(config), _OTHERWISE):
+    if config.get("is_encoder_decoder") or any(k.endswith(_OTHERWISE) for k in _kinds(config)):
         raise CheckpointError(
             f"{base.path} ties {(heads or tables)[0]!r} to other arrays (tie_word_embeddings), and the adapter trained "
             "it alone; let PEFT merge it (merge_and_unload)"
@@ -75,8 +64,8 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
 
 def ties_head(config: Mapping[str, Any]) -> bool:
     """Whether a model has a head that is its embedding: as its ``config.json`` says, or by its architecture."""
-    kinds = _kinds(config)
-    return _said(config) is not False and (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else bool(_said(config)))
+    kinds, said = _kinds(config), _said(config)
+    return said is not False and (any(k.endswith(_WITH_HEAD + _OTHERWISE) for k in kinds) if kinds else bool(said))
 
 
 def _said(config: Mapping[str, Any]) -> Any:
@@ -86,10 +75,6 @@ def _said(config: Mapping[str, Any]) -> Any:
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     return [str(a) for a in config.get("architectures") or ()]
-
-
-def _ends(names: Iterable[str], ends: tuple[str, ...]) -> bool:
-    return any(n.endswith(ends) for n in names)
 
 
 def _with_leaf(node: Any, path: tuple[Any, ...], leaf: Leaf) -> Any:

@@ -237,6 +237,14 @@ def test_a_surrogate_in_an_index_is_damage(tmp_path):
             open_checkpoint(tmp_path)
 
 
+def test_a_name_twice_among_hundreds_of_thousands_is_found_in_one_pass(tmp_path):
+    names = [*range(300_000), 299_999]
+    weights = ",".join(f'"{n}": "model.safetensors"' for n in names)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"metadata": {{}}, "weight_map": {{{weights}}}}}')
+    with pytest.raises(errors.CorruptCheckpoint, match="it gives '299999' twice"):
+        open_checkpoint(tmp_path)
+
+
 def test_millions_of_texts_without_tensors_are_refused_before_they_are_made(tmp_path):
     entries = ",".join(f'"{i}":""' for i in range(300_000)).encode()
     raw = b'{"__metadata__":{' + entries + b"}}"

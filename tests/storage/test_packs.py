@@ -223,6 +223,15 @@ def test_little_memory_reads_ahead_less_and_the_same(kit, s3, tmp_path, memory):
     assert diff(f"{s3.url}/c", tmp_path / "z", memory_limit=memory).same
 
 
+def test_columns_of_a_large_array_beside_a_small_one_that_is_read_ahead(tmp_path):
+    pytest.importorskip("obstore")
+    w, where = np.arange(8.0 * (1 << 18)).reshape(8, -1), f"memory://columns-{os.getpid()}/a.safetensors"
+    save_safetensors(where, {"w": w, "small": np.ones(10)})
+    convert(where, tmp_path / "c", format="safetensors", rules="w -> left, right, split(axis=1)")
+    got = load(tmp_path / "c")
+    assert np.array_equal(np.concatenate([got["left"], got["right"]], axis=1), w)
+
+
 def test_a_pack_that_is_damaged_or_replaced_on_the_way_is_told(kit, s3, tmp_path):
     values = {f"w{i}": np.arange(8.0) + i for i in range(20)}
     save(f"{s3.url}/c", values)

@@ -117,6 +117,19 @@ def test_an_error_of_the_writer_is_raised_by_the_next_call_once(tmp_path, call):
     assert snapshots.finalize().path == str(tmp_path / "3")
 
 
+def test_an_error_of_the_writer_that_is_waited_for_is_raised_once(tmp_path):
+    slow = Slow(fail=True)
+    with using(slow):
+        snapshots = Snapshots(f"{tmp_path}/{{step}}")
+        snapshots.begin(1, {"w": np.ones(2)})
+        snapshots.must_finish()
+        threading.Timer(0.2, slow.go.set).start()
+        with pytest.raises(OSError, match="the disk is gone"):
+            snapshots.begin(2, {"w": np.ones(2)})
+    assert snapshots.begin(3, {"w": np.ones(2)})
+    assert snapshots.finalize().path == str(tmp_path / "3")
+
+
 def test_a_state_of_other_shapes_takes_fresh_memory(kit, tmp_path):
     snapshots = Snapshots(lambda step: str(tmp_path / str(step)), slice_nbytes=24)
     snapshots.begin(1, {"w": np.ones((4, 3)), "v": np.ones(2)})

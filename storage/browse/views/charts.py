@@ -76,14 +76,10 @@ def _map(low: float, high: float, start: float, end: float) -> Callable[[float],
 
 
 def histogram(
-    edges: Sequence[float],
-    counts: Sequence[int],
-    marks: Sequence[tuple[str, float]] = (),
-    width: int = 560,
-    height: int = 190,
-    x_name: str = "value",
+    edges: Sequence[float], counts: Sequence[int], marks: Sequence[tuple[str, float]] = (), x_name: str = "value"
 ) -> Chart:
     """Bars for counts, with marks (such as quantiles) as lines. Each bar says its range and count."""
+    width, height = 560, 190
     left, top, base = 8, 16, height - 26
     low, high = edges[0], edges[-1]
     x = _map(low, high, left, width - left)

@@ -8,6 +8,7 @@ checksum that follows it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from ...base.checksums import combine, crc32c
 from ...base.scratch import scratch
-from ...format.chunk_grid import ChunkGrid, ravel
+from ...format.chunk_grid import ChunkGrid, Coord, ravel
 from ...format.compression import Compression, compression_of
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.compressed import CompressedTensor
@@ -29,8 +30,6 @@ from ...readers.tensor import ChunkedTensor
 from ...stores import store
 from ...stores.contract import Reader
 from ...stores.filesystem import active
-
-Coord = tuple[int, ...]
 
 _SOURCES = 16  # files that are open at a time for one target
 
@@ -66,24 +65,20 @@ def moves(source: ChunkGrid, target: ChunkGrid, chunks: Sequence[Coord]) -> list
     >>> [(m.target, m.to, m.source, m.at) for m in moves(four, two, [(0, 2), (0, 3)])]
     [((0, 1), 0, (0, 2), 0), ((0, 1), 1, (0, 3), 0)]
     """
-    at, to = _ChunkPlaces(source), _ChunkPlaces(target)
+    at, to = _places(source), _places(target)
     found = [ChunkCopy(i, *to(i), *at(i)) for i in chunks]
     return sorted(found, key=lambda m: (m.target, m.source, m.to))
 
 
-class _ChunkPlaces:
+def _places(grid: ChunkGrid) -> Callable[[Coord], tuple[Coord, int]]:
     """(shard, number in it) of chunks of an array."""
+    present = functools.cache(grid.present)
 
-    def __init__(self, grid: ChunkGrid) -> None:
-        self._grid = grid
-        self._present: dict[Coord, tuple[int, ...]] = {}
+    def place(index: Coord) -> tuple[Coord, int]:
+        coord, local = grid.place_in_shard(index)
+        return coord, ravel(local, present(coord))
 
-    def __call__(self, index: Coord) -> tuple[Coord, int]:
-        coord, local = self._grid.place_in_shard(index)
-        present = self._present.get(coord)
-        if present is None:
-            present = self._present[coord] = self._grid.present(coord)
-        return coord, ravel(local, present)
+    return place
 
 
 def _runs(found: Sequence[ChunkCopy], longest: int) -> Iterator[list[ChunkCopy]]:

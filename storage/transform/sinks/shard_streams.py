@@ -17,7 +17,7 @@ import numpy as np
 
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
-from ...format.chunk_grid import ChunkGrid
+from ...format.chunk_grid import ChunkGrid, Coord
 from ...format.chunk_sums import packed
 from ...format.compression import Compression
 from ...format.stored_objects import StoredObject
@@ -32,8 +32,6 @@ from ...saving.items import Record
 from ...stores.filesystem import active
 from .copy_chunks import CopiedShard, keeps_bytes
 from .sink import read
-
-Coord = tuple[int, ...]
 
 
 def shard_of(

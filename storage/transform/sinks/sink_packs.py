@@ -16,15 +16,13 @@ from ....arrays.core.blocks import Box
 from ...base.checksums import combine
 from ...base.names import leaf_name
 from ...base.threads import SYNCS, in_threads
-from ...format.chunk_grid import ChunkGrid, windows
+from ...format.chunk_grid import ChunkGrid, Coord, windows
 from ...format.stored_objects import Pack
 from ...readers.safetensors import TensorInfo
 from ...saving import packs
 from ...saving.items import Record, SaveItem, Task
 from .raw_writer import RawWriter, begin, seal
 from .sink import Unit, UploadStream, read
-
-Coord = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,7 @@ class HuggingFaceSink:
     def finish(self, folder: Folder, target: str) -> int:
         for file, head, place in zip(self.files, self.heads, self.places, strict=True):
             with contextlib.closing(store.at(folder.root).reader(file)) as reader:
-                found = bytearray(len(head))
-                same = reader.readv([found], 0) == len(head) and found == head
+                same = reader.part(0, len(head)) == head
                 same = same and reader.nbytes == len(head) + sum(t.nbytes for t in place.values())
             if not same:
                 raise CorruptCheckpoint(f"{file} does not read back as it was written; nothing was committed")

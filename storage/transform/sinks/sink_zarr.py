@@ -16,7 +16,7 @@ from ...base.checksums import combine, crc32c
 from ...base.scratch import scratch
 from ...base.threads import SYNCS, compressors, in_threads, writers
 from ...format import chunk_sums, manifest
-from ...format.chunk_grid import ChunkGrid, cells, ravel, windows
+from ...format.chunk_grid import ChunkGrid, Coord, cells, ravel, windows
 from ...format.chunk_sums import packed
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.tensor import consecutive
@@ -39,7 +39,7 @@ class ZarrWriter:
     grid: ChunkGrid
     dtype: np.dtype
 
-    def chunks(self, window: Box) -> list[tuple[tuple[int, ...], tuple[int, ...], Box]]:
+    def chunks(self, window: Box) -> list[tuple[Coord, Coord, Box]]:
         """(shard, chunk in the shard, its box) of each chunk of a window."""
         grid = self.grid
         return [(*grid.place_in_shard(index), grid.chunk_box(index)) for index in cells(window, grid.chunk)]
@@ -61,7 +61,7 @@ class ZarrWriter:
         staging: np.ndarray | None = None
         sums: list[int] = []
         pending: list[Any] = []
-        where: tuple[tuple[int, ...], int] = ((), 0)  # shard and place of the first pending chunk
+        where: tuple[Coord, int] = ((), 0)  # shard and place of the first pending chunk
 
         def flush() -> None:
             if pending:
@@ -180,7 +180,7 @@ class ZarrSink:
         return compressors(sum(math.prod(i.grid.counts) for i in self.items if i.compression is not None), writers())
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
-        table: list[dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = [{} for _ in self.items]
+        table: list[dict[tuple[Coord, Coord], int]] = [{} for _ in self.items]
         whole: list[tuple[ShardWriter, Unit]] = []
         blocks: dict[Unit, list[int]] = {}
         writers = [self.writer(i, 0) for i in range(len(self.items))]
@@ -202,13 +202,7 @@ class ZarrSink:
         jobs += [lambda w=w, unit=unit: w.sync(root, unit.box, sums[unit]) for w, unit in whole]
         self._records = in_threads(lambda job: job(), jobs, SYNCS) + self._packs.sync(root, blocks)
 
-    def _complete(
-        self,
-        root: str,
-        item: SaveItem,
-        coord: tuple[int, ...],
-        held: dict[tuple[tuple[int, ...], tuple[int, ...]], int],
-    ) -> Record:
+    def _complete(self, root: str, item: SaveItem, coord: Coord, held: dict[tuple[Coord, Coord], int]) -> Record:
         fs, grid = active(), item.grid
         n, digest, total = math.prod(grid.chunk) * item.dtype.itemsize, 0, 0
         values = [held[coord, local] for local in chunk_coords(grid, coord)]
