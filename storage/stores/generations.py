@@ -98,7 +98,7 @@ class Generation:
             return store.tag(name)
 
         where = list(self.tags)
-        for file, now in zip(where, in_threads(look, where, UPLOADS), strict=True):
+        for file, now in zip(where, in_threads(look, where, UPLOADS, alone=not any(map(stores.is_url, where))), strict=True):
             refuse(file, self.tags[file], now)
 
     def of(self, where: str) -> Generation:
