@@ -9,8 +9,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, Event, wait
+from forked import Forked
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker, workers
@@ -247,14 +246,12 @@ def _ends(client: Client, mesh: mt.Mesh, x: Any, address: str, folder: Path) -> 
 
 def from_the_command_line(
     folder: Path, stack: contextlib.ExitStack, eventually: Callable[..., None]
-) -> tuple[subprocess.Popen[bytes], str]:
+) -> tuple[Forked, str]:
     """A scheduler and its address; it has two workers."""
     file = folder / "scheduler.json"
 
-    def start(*args: str) -> subprocess.Popen[bytes]:
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard"]
-        p = subprocess.Popen(command, **quiet)
+    def start(*args: str) -> Forked:
+        p = Forked("-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard", log=folder / "log")
         stack.callback(p.wait, 60)
         stack.callback(p.kill)
         return p
