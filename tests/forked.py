@@ -13,21 +13,25 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 
 class Forked:
     """As `subprocess.Popen` of ``python *args``, of which it has what tests ask: ``args`` begin with ``-c``, ``-m`` or a
-    file. ``log`` gets what it writes; without one, ``stdout`` has its output."""
+    file. ``log`` gets all that it writes; without one, ``stdout`` has its output, and ``errors`` the rest."""
 
-    def __init__(self, *args: str, log: Path | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self, *args: str, log: Path | None = None, errors: Path | None = None, cwd: Path | None = None
+    ) -> None:
         ends: Any = multiprocessing.Pipe(duplex=False) if log is None else (None, log.open("w"))
         request = {
             "args": list(args),
             "cwd": str(cwd or Path.cwd()),
             "environ": dict(os.environ),
             "log": log and str(log),
+            "errors": errors and str(errors),
         }
         target: Any = runpy.run_path
         names = {"request": request, "output": ends[1] if log is None else None}
@@ -67,6 +71,9 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, which)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -75,6 +82,9 @@ def _begin(request: dict[str, Any], output: Any) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # that of the environment
+    if request["errors"]:
+        os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if output is None:
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
