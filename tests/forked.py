@@ -82,6 +82,7 @@ def _begin(request: dict[str, Any], output: Any) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = None  # that of the environment
     if request["errors"]:
         os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
