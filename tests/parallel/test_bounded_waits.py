@@ -205,9 +205,7 @@ def test_a_scheduler_that_stands_still_and_then_is_killed(tmp_path: Path, eventu
         client = stack.enter_context(connect(address))
         client.wait_for_workers(2, timeout=200)
         for sign in (signal.SIGSTOP, signal.SIGKILL):
-            mesh = mt.Mesh(
-                {"a": 2}, client=client
-            )  # the scheduler and the workers import meshtape, which takes its time
+            mesh = mt.Mesh({"a": 2}, client=client)
             x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
             np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(1.0, 9.0) * 2)
             with dask.config.set(BRIEF):
