@@ -47,7 +47,7 @@ class _Shared:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        if name in ("op_samples", "random_programs"):
+        if name in ("op_samples", "random_programs", "forked"):
             return importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         return None
 
@@ -58,7 +58,7 @@ for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves
 
 # Workers are forked from one process that has imported what they need: that takes each of them more than a second.
-# Those of programs that tests start are new processes, as users have them.
+# Programs that are tested are new processes, as users have them; those beside them are forked, too (see forked.py).
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 distributed.utils._forkserver_preload_set = True  # else Dask has this process import pandas
 forkserver.set_forkserver_preload(

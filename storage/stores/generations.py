@@ -98,7 +98,8 @@ class Generation:
             return store.tag(name)
 
         where = list(self.tags)
-        for file, now in zip(where, in_threads(look, where, UPLOADS), strict=True):
+        found = in_threads(look, where, UPLOADS, alone=not any(map(stores.is_url, where)))
+        for file, now in zip(where, found, strict=True):
             refuse(file, self.tags[file], now)
 
     def of(self, where: str) -> Generation:

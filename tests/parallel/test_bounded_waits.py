@@ -9,8 +9,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, Event, wait
+from forked import Forked
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker, workers
@@ -206,9 +205,7 @@ def test_a_scheduler_that_stands_still_and_then_is_killed(tmp_path: Path, eventu
         client = stack.enter_context(connect(address))
         client.wait_for_workers(2, timeout=200)
         for sign in (signal.SIGSTOP, signal.SIGKILL):
-            mesh = mt.Mesh(
-                {"a": 2}, client=client
-            )  # the scheduler and the workers import meshtape, which takes its time
+            mesh = mt.Mesh({"a": 2}, client=client)
             x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
             np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(1.0, 9.0) * 2)
             with dask.config.set(BRIEF):
@@ -247,14 +244,12 @@ def _ends(client: Client, mesh: mt.Mesh, x: Any, address: str, folder: Path) -> 
 
 def from_the_command_line(
     folder: Path, stack: contextlib.ExitStack, eventually: Callable[..., None]
-) -> tuple[subprocess.Popen[bytes], str]:
+) -> tuple[Forked, str]:
     """A scheduler and its address; it has two workers."""
     file = folder / "scheduler.json"
 
-    def start(*args: str) -> subprocess.Popen[bytes]:
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard"]
-        p = subprocess.Popen(command, **quiet)
+    def start(*args: str) -> Forked:
+        p = Forked("-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard", log=folder / "log")
         stack.callback(p.wait, 60)
         stack.callback(p.kill)
         return p

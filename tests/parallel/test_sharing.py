@@ -7,8 +7,6 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, Security, Worker
+from forked import Forked
 
 import meshtape as mt
 from meshtape.parallel.dashboard.pages import programs_of
@@ -211,11 +210,9 @@ time.sleep(1000)
 
 
 @contextlib.contextmanager
-def another_client(address: str, what: str) -> Iterator[subprocess.Popen[str]]:
+def another_client(address: str, what: str) -> Iterator[Forked]:
     """A client in a process of its own that holds the lease; killed at the end."""
-    p = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, address, what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    p = Forked("-c", CLIENT, address, what)
     try:
         assert p.stdout is not None
         assert p.stdout.readline() == "ready\n"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import zarr
 from distributed import Client
+from forked import Forked
 
 import meshtape as mt
 from meshtape import errors
@@ -157,9 +156,9 @@ LocalStore.set = set
 
 def test_a_process_that_is_killed_leaves_no_array(source, tmp_path):
     out = tmp_path / "out"
-    p = subprocess.run([sys.executable, "-c", KILLED, source, str(out), "", DIES], capture_output=True, text=True)
-    assert p.returncode == -signal.SIGKILL, p.stderr
-    assert p.stdout == "ready\n"
+    p = Forked("-c", KILLED, source, str(out), "", DIES)
+    assert p.communicate()[0] == "ready\n"
+    assert p.returncode == -signal.SIGKILL
     mesh = mt.Mesh({"a": 2})
     with pytest.raises(errors.NotACheckpoint):
         mt.from_zarr(out, mesh)
@@ -174,10 +173,10 @@ def test_a_client_that_is_killed_while_workers_write(processes, source, tmp_path
     processes.run(at_chunk(1, str(gate)))
     try:
         address = processes.scheduler.address
-        p = subprocess.Popen([sys.executable, "-c", KILLED, source, str(out), address, ""], stdout=subprocess.PIPE)
+        p = Forked("-c", KILLED, source, str(out), address, "")
         eventually(lambda: list(tmp_path.glob("out.tmp-*/c/*")) or p.poll() is not None)
         p.kill()
-        assert p.communicate()[0] == b"ready\n"
+        assert p.communicate()[0] == "ready\n"
         mesh = mt.Mesh({"a": 2})
         with pytest.raises(errors.NotACheckpoint):
             mt.from_zarr(out, mesh)

@@ -4,8 +4,6 @@ ended."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Client
+from forked import Forked
 
 import meshtape as mt
 from meshtape.arrays import OPS
@@ -170,8 +169,7 @@ for attempt in range(20):  # a busy machine may make it stand still once more
 def test_a_client_that_stands_still_gives_way_and_comes_between_nobody_when_it_goes_on(processes, what):
     """Its gang would run for minutes; programs that it sends when it goes on would wait for ranks that are busy with
     another client's, and those for them."""
-    command = [sys.executable, "-c", CLIENT, processes.scheduler.address, what]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    first = Forked("-c", CLIENT, processes.scheduler.address, what)
     try:
         assert first.stdout is not None
         assert first.stdout.readline() == "ready\n"

@@ -286,6 +286,7 @@ def s3(s3_server, monkeypatch, request):
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     s3_server.proxy.reset()
+    s3_server.empty()
     s3_server.url = f"s3://bucket/{abs(hash(request.node.nodeid)):x}"
     yield s3_server
     s3_server.proxy.reset()

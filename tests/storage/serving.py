@@ -1,16 +1,17 @@
-"""Servers of the tests: how one is started and stopped, a proxy that harms what passes, and a bucket of S3."""
+"""Servers of the tests: how one is started and stopped, and a bucket of S3 that harms requests."""
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import http.server
+import io
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -63,14 +64,40 @@ def one_in_three(fault):
     return harms
 
 
-class Proxy(Served):
-    """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500"
-    (an answer of the server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the
-    request is carried out, the answer never comes), "slow" (the answer comes in drops), "stall" (no answer for long),
-    an event until which there is no answer, or a process to kill before it is passed on."""
+def _environ(method, path, headers, body):
+    """What an application of WSGI is told of a request."""
+    bare, _, query = path.partition("?")
+    environ = {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
+    return environ | {
+        "REQUEST_METHOD": method,
+        "SCRIPT_NAME": "",
+        "PATH_INFO": urllib.parse.unquote_to_bytes(bare).decode("latin-1"),
+        "QUERY_STRING": query,
+        "RAW_URI": path,
+        "REQUEST_URI": path,
+        "SERVER_NAME": "127.0.0.1",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "CONTENT_LENGTH": str(len(body)),
+        "CONTENT_TYPE": environ.pop("HTTP_CONTENT_TYPE", ""),
+        "wsgi.version": (1, 0),
+        "wsgi.url_scheme": "http",
+        "wsgi.input": io.BytesIO(body),
+        "wsgi.errors": sys.stderr,
+        "wsgi.multithread": True,
+        "wsgi.multiprocess": False,
+        "wsgi.run_once": False,
+    }
 
-    def __init__(self, upstream):
-        self.upstream, self.fault, self.count, self.sent, self.log = upstream, None, 0, 0, []
+
+class Proxy(Served):
+    """A real HTTP server before an application of WSGI. ``fault(number, method, path)`` says what happens to a request:
+    None, "500" (an answer of the server's own making), "cut" (half of the answer, then the end of the connection),
+    "lost" (the request is carried out, the answer never comes), "slow" (the answer comes in drops), "stall" (no answer
+    for long), an event until which there is no answer, or a process to kill before it is passed on."""
+
+    def __init__(self, ask):
+        self.fault, self.count, self.sent, self.log = None, 0, 0, []
         self._lock = threading.Lock()
         proxy = self
 
@@ -99,16 +126,12 @@ class Proxy(Served):
                 if fault == "500":
                     self.answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
                     return
-                there = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=200)
-                there.request(self.command, self.path, body, dict(self.headers))
-                got = there.getresponse()
-                data = got.read()
-                there.close()
+                status, headers, data = ask(self.command, self.path, self.headers, body)
                 if fault == "lost":
                     self.close_connection = True
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
-                self.answer(got.status, dict(got.getheaders()), data, fault)
+                self.answer(status, headers, data, fault)
 
             def answer(self, status, headers, data, fault=None):
                 self.send_response_only(status)
@@ -143,31 +166,17 @@ class Proxy(Served):
         self.count, self.sent, self.log, self.fault = 0, 0, [], fault
 
 
-# The application of S3 itself: the one before it, which finds the service of a request, looks at every file of moto for
-# each, and takes as long as all the rest.
-_MOTO = """
-from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
-server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-
-
 class S3:
-    """A bucket of a moto server in a process of its own, seen through a `Proxy`."""
+    """A bucket of moto, seen through a `Proxy` whose threads run moto's application: a server of its own takes as long
+    as all the rest, and so does the application before that of S3, which finds the service of a request."""
 
     KEY, SECRET = "AKIAmeshtapetest", "wJalrXUtnFEMIverysecret"
 
     def __init__(self):
-        # It says which port it got: one that is chosen here could be somebody else's until it starts.
-        command = [sys.executable, "-c", _MOTO]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        said = self.process.stdout.readline()
-        assert said, "the moto server ended"
-        self.port = int(said)
-        self.request("PUT", "/bucket")
-        self.proxy = Proxy(self.port)
+        from moto.moto_server.werkzeug_app import create_backend_app
+
+        self.application = create_backend_app("s3")
+        self.proxy = Proxy(self._ask)
         self.environment = {
             "AWS_ACCESS_KEY_ID": self.KEY,
             "AWS_SECRET_ACCESS_KEY": self.SECRET,
@@ -175,11 +184,27 @@ class S3:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}",
         }
 
+    def _ask(self, method, path, headers, body=b""):
+        begun = []
+        answer = self.application(
+            _environ(method, path, headers, body), lambda status, headers, error=None: begun.extend((status, headers))
+        )
+        with contextlib.closing(answer):
+            data = b"".join(answer)
+        return int(begun[0][:3]), dict(begun[1]), data
+
     def request(self, method, path, **headers):
+        """The headers of an answer to a request that does not count."""
         headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={self.KEY}/x/us-east-1/s3/aws4_request"
-        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)
-        there.request(method, path, None, headers)
-        return there.getresponse().read()
+        return self._ask(method, path, {"Host": f"127.0.0.1:{self.proxy.port}", **headers})[1]
+
+    def empty(self):
+        """A bucket without objects, which moto goes through for each list."""
+        from moto.s3.models import s3_backends
+
+        for backends in s3_backends.values():
+            backends["aws"].reset()
+        self.request("PUT", "/bucket")
 
     def publish(self, url):
         """Let everybody read what lies below; returns where it is for a browser."""
@@ -192,5 +217,3 @@ class S3:
 
     def close(self):
         self.proxy.close()
-        self.process.terminate()
-        self.process.wait(200)

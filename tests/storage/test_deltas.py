@@ -574,7 +574,7 @@ def test_fine_tuning_of_a_decoder(tmp_path, monkeypatch, dtype, most):
 
 @pytest.mark.parametrize("pause", [0.0, 0.005, 0.02])
 def test_a_save_beside_a_deletion_of_its_anchor(quick, pause):
-    home, large = quick / "run", np.random.default_rng(0).normal(size=200_000)
+    home, large = quick / "run", np.random.default_rng(0).normal(size=40_000)
     a, b = CheckpointManager(home, keep=None, anchor_every=10, asynchronous=True), CheckpointManager(home, keep=None)
     for step in (1, 2):
         a.save(step, {"w": large + step})

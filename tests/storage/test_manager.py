@@ -3,12 +3,11 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 
 from meshtape import errors
 from meshtape.storage import CheckpointManager, load, save
@@ -160,24 +159,16 @@ def test_several_processes_save_rotate_and_read_one_directory(tmp_path):
     """Whoever reads gets a whole checkpoint, and never an older one than before; whoever saves never fails."""
     CheckpointManager(tmp_path, keep=2).save(0, {"w": np.zeros((50, 50), int), "v": [np.zeros(9, int)]})
     roles = [(READER,), (WRITER, "1"), (WRITER, "2")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for code, *more in roles
-    ]
+    running = [Forked("-c", code, str(tmp_path), *more) for code, *more in roles]
     try:
-        for process in running:
-            out, err = process.communicate(timeout=200)
-            assert process.returncode == 0, err
-            assert process.args[2] == WRITER or int(out) > 0
+        for process, (code, *_) in zip(running, roles, strict=True):
+            out, _ = process.communicate(timeout=200)
+            assert process.returncode == 0
+            assert code == WRITER or int(out) > 0
     finally:
         for process in running:
             process.kill()
-            process.communicate()
+            process.wait()
     manager = CheckpointManager(tmp_path, keep=2)
     assert manager.steps()[-1] == 15
     assert sorted(e.name for e in tmp_path.iterdir()) == [f"step-{n:08d}" for n in manager.steps()]

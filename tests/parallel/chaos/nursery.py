@@ -1,7 +1,8 @@
 """The process whose children are the scheduler and the workers: they start within moments, as all that they import is
 there before.
 
-It reads lines of JSON, and answers each with the number of a new process. All of them end with it.
+It reads lines of JSON, and answers each with the number of a new process. All of them end with it. It is itself a fork
+of the process that asks, before that has threads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import dask
 import dask.array
@@ -94,5 +95,20 @@ def main() -> None:
         print(pid, flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def begun() -> tuple[int, IO[str], IO[str]]:
+    """Its number, and where it is asked and answers."""
+    (asked, asks), (answers, answered) = os.pipe(), os.pipe()
+    if pid := os.fork():
+        os.close(asked)
+        os.close(answered)
+        return pid, os.fdopen(asks, "w"), os.fdopen(answers)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(asked, 0)
+        os.dup2(answered, 1)
+        for fd in (asked, asks, answers, answered):
+            os.close(fd)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        main()
+    finally:
+        os._exit(0)

@@ -288,6 +288,7 @@ def main() -> int:
     # Before /dev/shm, where it may lie, is another one.
     out = None if args.out is None else args.out.open("a")
     missing = spaces.enter()
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # before what reads it is imported
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends, too
     import logging
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
 pytestmark = pytest.mark.timeout(600)
 FOLDER = Path(__file__).parent
@@ -29,9 +28,7 @@ class Rounds:
 
     def __init__(self, folder: Path, *args: str) -> None:
         self._out, self._log = folder / "outcomes", folder / "log"
-        command = [sys.executable, str(FOLDER / "run.py"), "--out", str(self._out), *args]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._process = Forked(str(FOLDER / "run.py"), "--out", str(self._out), *args, errors=self._log)
 
     def outcomes(self, until: int | None = None) -> list[dict[str, Any]]:
         """Those that are there once the round of a seed has ended; all of them, where none is given."""
@@ -51,8 +48,8 @@ class Rounds:
 
     def close(self) -> None:
         """End it, if it has not ended."""
-        with self._process:
-            self._process.terminate()
+        self._process.terminate()
+        self._process.wait()
 
 
 @contextlib.contextmanager

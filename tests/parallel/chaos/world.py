@@ -7,13 +7,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nursery
 import spaces
 from distributed import Client
 
@@ -45,29 +44,21 @@ class World:
         """Of the network devices of workers."""
         self.scheduler = 0
         self.client: Any = None
-        self._nursery = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
+        self._nursery, self._asks, self._answers = nursery.begun()
         if self._line() != "ready":
             raise RuntimeError("the processes of the cluster cannot be started")
 
     def _line(self) -> str:
-        assert self._nursery.stdout is not None
-        return self._nursery.stdout.readline().strip()
+        return self._answers.readline().strip()
 
     def _born(self, **spec: Any) -> tuple[int, int]:
         """A new process, and its number. It stands still until its network is there."""
-        assert self._nursery.stdin is not None
         self._count += 1
         folder = self.temporary / str(self._count)
         folder.mkdir()
         spec |= {"folder": str(folder), "log": str(self.folder / "log"), "name": self._count}
-        self._nursery.stdin.write(json.dumps(spec) + "\n")
-        self._nursery.stdin.flush()
+        self._asks.write(json.dumps(spec) + "\n")
+        self._asks.flush()
         return int(self._line()), self._count
 
     def _go(self, pid: int) -> None:
@@ -161,8 +152,8 @@ class World:
 
     def close(self) -> None:
         self.end()
-        self._nursery.kill()
-        self._nursery.wait(60)
+        os.kill(self._nursery, signal.SIGKILL)
+        os.waitpid(self._nursery, 0)
 
 
 def state(pid: int) -> str:

@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from forked import Forked
 
 import meshtape as mt
 from meshtape.parallel.training.job.status import read_status
@@ -102,7 +103,7 @@ with held(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = Forked("-c", HOLD, str(tmp_path))
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -17,6 +17,7 @@ import dask
 import psutil
 import pytest
 from click.testing import CliRunner
+from forked import Forked
 
 import meshtape as mt
 from meshtape.cli.main import main
@@ -69,8 +70,13 @@ class Processes:
         self.all.append(p)
         return p
 
+    def dask(self, *command: str, name: str) -> Forked:
+        p = Forked("-m", *command, log=self.folder / f"{name}.log", cwd=self.folder)
+        self.all.append(p)
+        return p
+
     def scheduler(self, file: Path, *options: str) -> None:
-        self.start(
+        self.dask(
             "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file),
             *options, name="scheduler",
         )  # fmt: skip
@@ -79,8 +85,8 @@ class Processes:
             assert time.monotonic() < end
             time.sleep(0.05)
 
-    def worker(self, file: Path, number: int, *options: str) -> subprocess.Popen:
-        return self.start(
+    def worker(self, file: Path, number: int, *options: str) -> Forked:
+        return self.dask(
             "distributed.cli.dask_worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-nanny", "--no-dashboard",
             "--host", "127.0.0.1", *options, name=f"worker{number}",
         )  # fmt: skip
