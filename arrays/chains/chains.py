@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
-from .layouts import FULL, HELD, LINE, ONE, STRIDED, layout_of
+from .layouts import FULL, HELD, LINE, ONE, STRIDED, Layout, layout_of
 
 THREADS = 256
 BLOCKS_EACH = 16
@@ -177,7 +178,10 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     size, lanes = max(sizes), lanes_of(first, program)
     results = [program.avals[v] for v in group.outputs]
     total = code.sums_all(first.entries[-1], program)
+    each, counted = reads + writes, [np.int64(n) for n in sizes]
     files: dict[tuple[Any, ...], str] = {}
+    layouts: dict[Any, Any] = {}  # by the strides of what is given
+    geometries: dict[Any, Any] = {}  # of launches, by these, the last bits of addresses, and the device
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Callable[..., Exception] | None = None) -> list[Any]:
         try:
@@ -187,71 +191,83 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 raise
             raise failed(e, group.entries) from e
 
-    def vectors_of(address: int, itemsize: int, kind: str, steps: Sequence[int]) -> bool:
-        """Whether each vector of an operand is one that the device can load."""
-        whole = min(16, itemsize * lanes) // itemsize
-        return address % (whole * itemsize) == 0 and (kind == FULL or all(s % whole == 0 for s in steps[:-1]))
-
-    def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
-        runner = launch.runner()
-        if size and (count > 1 or total):
-            inputs = [launch.contiguous(a) for a in inputs]
+    def laid_out(inputs: Sequence[Any], into: Sequence[Any]) -> Any:
+        """The layout of the operands, and how memory of each result is made."""
         gap = into[0] if len(into) == 1 and into[0] is not None and not into[0].flags.c_contiguous else None
         if gap is None:
             layout = layout_of(inputs[:reads], shape, count > 1 or total or any(o is not None for o in into))
         else:  # written in its own order
             (kind, *kinds), (step, *steps) = (found := layout_of([gap, *inputs], shape)).kinds, found.steps
             layout = found._replace(kinds=(*kinds, kind), steps=(*steps, step))
-        if total:
-            blocks = _blocks(runner, size, lanes)
-            partial = runner.xp.empty((count, blocks), results[0].dtype)
-            outputs = list(partial)
-        else:
-            made = [
-                _in_order(runner.xp, *a, layout.order) if o is None else o for o, a in zip(into, results, strict=True)
-            ]
-            outputs = list(made)
-        if size == 0:
-            return outputs
+        return layout, [_in_order(*a, layout.order) for a in results]
+
+    def geometry(layout: Layout, own: Sequence[Any], ends: Sequence[int], runner: launch.Runner) -> Any:
+        """File and kernel of a launch, its blocks, and the arguments behind the addresses, which have these last
+        bits."""
         kinds, placed = list(layout.kinds), any(how not in (FULL, ONE) for how in layout.kinds)
         vectors = not placed or layout.sizes[-1] % lanes == 0
-        arguments: list[Any] = []
-        for j, n in enumerate(sizes):
-            own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
-            addresses = [runner.address(a) for a in own]
-            for k, (a, p) in enumerate(zip(own, addresses, strict=True)):
-                kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
-                if kind in (FULL, LINE) and not vectors_of(p, a.dtype.itemsize, kind, steps):
-                    if kind == FULL:
-                        vectors = False
-                    else:
-                        kinds[k] = STRIDED
-            arguments += [np.int64(n), *map(np.uint64, addresses)]
+        for i, (a, end) in enumerate(zip(own, ends, strict=True)):
+            k = i % each
+            kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
+            whole = min(16, a.itemsize * lanes) // a.itemsize  # elements that the device can load at once
+            apart = end % (whole * a.itemsize) != 0
+            if kind == FULL and apart:
+                vectors = False
+            elif kind == LINE and (apart or any(s % whole for s in steps[:-1])):
+                kinds[k] = STRIDED
         # Elements are counted up to a step beyond the last one; places in an operand have 64 bits.
-        small = size < 1 << 31
+        small, more = size < 1 << 31, ()
         key = (*kinds, len(layout.sizes), small) if placed else tuple(kinds)
-        file = files.get(key)
-        if file is None:
+        if key not in files:
             text = source(first, program, kinds, len(layout.sizes) if placed else 1, small or not placed, count)
-            file = files[key] = generated(text)
+            files[key] = generated(text)
         if placed:
-            arguments += map(np.int64, layout.sizes[1:])
-            arguments += [
-                np.int64(s) for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own
-            ]
-        if not total:
-            blocks = _blocks(runner, size, lanes if vectors else 1)
-        runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
+            steps_of = [s for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own]
+            more = tuple(map(np.int64, (*layout.sizes[1:], *steps_of)))
+        blocks = _blocks(runner, size, lanes if vectors or total else 1)
+        return files[key], launch.named("fused", vectors), (blocks, count, 1), more
+
+    def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
+        runner = launch.runner()
+        if size and (count > 1 or total):
+            inputs = [launch.contiguous(a) for a in inputs]
+        lies = tuple([a if a is None else a.strides for a in (*inputs, *into)])
+        layout, made = layouts.get(lies) or _kept(layouts, lies, laid_out(inputs, into))
+        if total:
+            partial = runner.xp.empty((count, _blocks(runner, size, lanes)), results[0].dtype)
+            outputs = list(partial)
+        else:
+            outputs = [make(runner.xp) if o is None else o for o, make in zip(into, made, strict=True)]
+        if size == 0:
+            return outputs
+        own = []
+        for j in range(count):
+            own += [*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes]]
+        addresses = [runner.address(a) for a in own]
+        key = lies, tuple([p % 16 for p in addresses]), runner.properties()
+        file, kernel, grid, more = geometries.get(key) or _kept(geometries, key, geometry(layout, own, key[1], runner))
+        given = map(np.uint64, addresses)
+        arguments = [a for n in counted for a in (n, *itertools.islice(given, each))]
+        runner.launch(file, kernel, grid, (THREADS, 1, 1), [*arguments, *more])
         return list(partial.sum(axis=1)) if total else outputs
 
     return run
 
 
-def _in_order(xp: Any, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Any:
-    """Memory of a result whose dimensions follow each other in this order."""
+def _kept(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    """``value``, after it was put in a table of few entries."""
+    if len(table) >= 256:
+        table.clear()
+    table[key] = value
+    return value
+
+
+def _in_order(shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function of the namespace that makes memory of a result whose dimensions follow each other in this order."""
     if len(order) < 2 or len(order) != len(shape) or order == tuple(range(len(order))):
-        return xp.empty(shape, dtype)
-    return xp.empty([shape[d] for d in order], dtype).transpose(np.argsort(order).tolist())
+        return lambda xp: xp.empty(shape, dtype)
+    turned, axes = [shape[d] for d in order], np.argsort(order).tolist()
+    return lambda xp: xp.empty(turned, dtype).transpose(axes)
 
 
 def _blocks(runner: launch.Runner, size: int, each: int) -> int:

@@ -224,6 +224,15 @@ def contiguous(array: Any) -> Any:
     return out
 
 
+Placed = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Shape, strides and element size of an array, and the last bits of its address."""
+
+
+def placed(array: Any) -> Placed:
+    """How an array lies in memory: geometries of launches are found once for each."""
+    return array.shape, array.strides, array.itemsize, runner().address(array) % 16
+
+
 def in_step(*arrays: Any) -> list[Any]:
     """The arrays, with copies of those in which vectors of 16 bytes begin at other elements than in the last one, which
     a kernel writes."""
