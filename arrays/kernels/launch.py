@@ -101,7 +101,7 @@ class CudaRunner:
         return found
 
     def address(self, array: Any) -> int:
-        return int(array.data.ptr)
+        return array.data.ptr
 
     def launch(
         self,
@@ -215,8 +215,11 @@ def write(out: Any, key: Any, value: Any) -> None:
         large_copy(runner().xp.broadcast_to(value, part.shape), part)
 
 
-def contiguous(array: Any) -> Any:
-    """The array itself where its elements lie in C order without gaps, else a copy that does."""
+def contiguous(array: Any, dtype: np.dtype | None = None) -> Any:
+    """The array itself where its elements lie in C order without gaps, else a copy that does; in another ``dtype``, if
+    one is given."""
+    if dtype is not None and array.dtype != dtype:
+        array = array.astype(dtype)
     if array.flags.c_contiguous:  # the namespace's own function would give an array without dimensions one
         return array
     out = runner().xp.empty(array.shape, array.dtype)
@@ -236,8 +239,11 @@ def placed(array: Any) -> Placed:
 def in_step(*arrays: Any) -> list[Any]:
     """The arrays, with copies of those in which vectors of 16 bytes begin at other elements than in the last one, which
     a kernel writes."""
+    addresses = [runner().address(a) for a in arrays]
+    if not any(p % 16 for p in addresses):
+        return list(arrays)
     n = 16 // min(a.dtype.itemsize for a in arrays)
-    starts = [runner().address(a) // a.dtype.itemsize % n for a in arrays]
+    starts = [p // a.dtype.itemsize % n for p, a in zip(addresses, arrays, strict=True)]
     return [a if s == starts[-1] else runner().xp.array(a) for a, s in zip(arrays, starts, strict=True)]
 
 
