@@ -148,7 +148,7 @@ def _form(
     numbers = (*map(np.int32, sizes), np.float32(scale), np.int32(diagonal), *map(i64, kv))
     masks = (*map(i64, (1, 1, 0)), *map(np.int32, (0, 0)))
     if mask is not None:
-        row, column = ((1, 1) + mask)[-2:]
+        row, column = (1, 1, *mask)[-2:]
         masks = (*map(i64, (*seen, row * column)), *map(np.int32, (column if row > 1 else 0, column > 1)))
     return lead, width, numbers, masks, diagonal < keys, kv[1]
 

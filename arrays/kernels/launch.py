@@ -209,10 +209,11 @@ large_copy: Callable[[Any, Any], None] | None = None
 def write(out: Any, key: Any, value: Any) -> None:
     """``out[key] = value`` by a key without arrays, of a value in other memory."""
     alike = getattr(value, "dtype", None) == out.dtype and out.dtype.itemsize <= 8
-    if not alike or out.size < Op.large or large_copy is None or (part := out[key]).size < Op.large:
+    part = out[key] if alike and out.size >= Op.large and large_copy is not None and key is not ... else out
+    if not alike or large_copy is None or part.size < Op.large:
         out[key] = value
     else:
-        large_copy(runner().xp.broadcast_to(value, part.shape), part)
+        large_copy(value if value.shape == part.shape else runner().xp.broadcast_to(value, part.shape), part)
 
 
 def contiguous(array: Any, dtype: np.dtype | None = None) -> Any:
