@@ -180,8 +180,6 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     total = code.sums_all(first.entries[-1], program)
     each, counted = reads + writes, [np.int64(n) for n in sizes]
     files: dict[tuple[Any, ...], str] = {}
-    layouts: dict[Any, Any] = {}  # by the strides of what is given
-    geometries: dict[Any, Any] = {}  # of launches, by these, the last bits of addresses, and the device
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Callable[..., Exception] | None = None) -> list[Any]:
         try:
@@ -191,26 +189,32 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 raise
             raise failed(e, group.entries) from e
 
-    def laid_out(inputs: Sequence[Any], into: Sequence[Any]) -> Any:
-        """The layout of the operands, and how memory of each result is made."""
-        gap = into[0] if len(into) == 1 and into[0] is not None and not into[0].flags.c_contiguous else None
-        if gap is None:
+    @functools.lru_cache(maxsize=256)
+    def laid_out(*strides: tuple[int, ...] | None) -> tuple[Layout, list[Any]]:
+        """The layout of operands with these strides, and how memory of each result is made; where some exists, its
+        strides come behind."""
+        avals = [program.avals[v] for v in (*group.inputs, *group.outputs)]
+        made = [s if s is None else _lying(*a, s) for a, s in zip(avals, strides, strict=True)]
+        inputs, into = made[: len(group.inputs)], made[len(group.inputs) :]
+        if len(into) != 1 or into[0] is None or into[0].flags.c_contiguous:
             layout = layout_of(inputs[:reads], shape, count > 1 or total or any(o is not None for o in into))
         else:  # written in its own order
-            (kind, *kinds), (step, *steps) = (found := layout_of([gap, *inputs], shape)).kinds, found.steps
+            (kind, *kinds), (step, *steps) = (found := layout_of([*into, *inputs], shape)).kinds, found.steps
             layout = found._replace(kinds=(*kinds, kind), steps=(*steps, step))
         return layout, [_in_order(*a, layout.order) for a in results]
 
-    def geometry(layout: Layout, own: Sequence[Any], ends: Sequence[int], runner: launch.Runner) -> Any:
+    @functools.lru_cache(maxsize=256)
+    def geometry(layout: Layout, ends: Sequence[int], device: launch.Properties) -> Any:
         """File and kernel of a launch, its blocks, and the arguments behind the addresses, which have these last
         bits."""
         kinds, placed = list(layout.kinds), any(how not in (FULL, ONE) for how in layout.kinds)
         vectors = not placed or layout.sizes[-1] % lanes == 0
-        for i, (a, end) in enumerate(zip(own, ends, strict=True)):
-            k = i % each
+        itemsizes = [program.avals[v].dtype.itemsize for v in (*first.inputs, *first.outputs)]
+        for i, end in enumerate(ends):
+            k, itemsize = i % each, itemsizes[i % each]
             kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
-            whole = min(16, a.itemsize * lanes) // a.itemsize  # elements that the device can load at once
-            apart = end % (whole * a.itemsize) != 0
+            whole = min(16, itemsize * lanes) // itemsize  # elements that the device can load at once
+            apart = end % (whole * itemsize) != 0
             if kind == FULL and apart:
                 vectors = False
             elif kind == LINE and (apart or any(s % whole for s in steps[:-1])):
@@ -224,17 +228,17 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
         if placed:
             steps_of = [s for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own]
             more = tuple(map(np.int64, (*layout.sizes[1:], *steps_of)))
-        blocks = _blocks(runner, size, lanes if vectors or total else 1)
+        blocks = _blocks(device, size, lanes if vectors or total else 1)
         return files[key], launch.named("fused", vectors), (blocks, count, 1), more
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
+        device, address = runner.properties(), runner.address
         if size and (count > 1 or total):
             inputs = [launch.contiguous(a) for a in inputs]
-        lies = tuple([a if a is None else a.strides for a in (*inputs, *into)])
-        layout, made = layouts.get(lies) or _kept(layouts, lies, laid_out(inputs, into))
+        layout, made = laid_out(*[a if a is None else a.strides for a in (*inputs, *into)])
         if total:
-            partial = runner.xp.empty((count, _blocks(runner, size, lanes)), results[0].dtype)
+            partial = runner.xp.empty((count, _blocks(device, size, lanes)), results[0].dtype)
             outputs = list(partial)
         else:
             outputs = [make(runner.xp) if o is None else o for o, make in zip(into, made, strict=True)]
@@ -243,9 +247,8 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
         own = []
         for j in range(count):
             own += [*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes]]
-        addresses = [runner.address(a) for a in own]
-        key = lies, tuple([p % 16 for p in addresses]), runner.properties()
-        file, kernel, grid, more = geometries.get(key) or _kept(geometries, key, geometry(layout, own, key[1], runner))
+        addresses = [address(a) for a in own]
+        file, kernel, grid, more = geometry(layout, tuple([p % 16 for p in addresses]), device)
         given = map(np.uint64, addresses)
         arguments = [a for n in counted for a in (n, *itertools.islice(given, each))]
         runner.launch(file, kernel, grid, (THREADS, 1, 1), [*arguments, *more])
@@ -254,12 +257,9 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     return run
 
 
-def _kept(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    """``value``, after it was put in a table of few entries."""
-    if len(table) >= 256:
-        table.clear()
-    table[key] = value
-    return value
+def _lying(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...]) -> np.ndarray:
+    """A stand-in for an array that lies so, without its memory."""
+    return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
 
 
 def _in_order(shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Callable[[Any], Any]:
@@ -270,8 +270,8 @@ def _in_order(shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -
     return lambda xp: xp.empty(turned, dtype).transpose(axes)
 
 
-def _blocks(runner: launch.Runner, size: int, each: int) -> int:
-    return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+def _blocks(device: launch.Properties, size: int, each: int) -> int:
+    return max(1, min(-(-size // (THREADS * each)), device.multiprocessors * BLOCKS_EACH))
 
 
 def generated(text: str) -> str:
@@ -309,7 +309,7 @@ def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
             some = alike[i : i + MOST_COPIES]
             vectors = all(p % 16 == 0 for _, *places in some for p in places)
             file, lanes = _copying(word, len(some))
-            blocks = _blocks(runner, max(n for n, _, _ in some), lanes if vectors else 1)
+            blocks = _blocks(runner.properties(), max(n for n, _, _ in some), lanes if vectors else 1)
             columns = map(np.array, zip(*some, strict=True), (np.int64, np.uint64, np.uint64))
             arguments = [x for copy in zip(*columns, strict=True) for x in copy]
             kernel = file, launch.named("fused", vectors)
@@ -401,8 +401,8 @@ def _kernel_of(fn: Callable[..., Any], args: Sequence[Any], least: int) -> Calla
         return None
     run = executable(FusedRun(program.entries, read, outputs, shape), program)
 
-    def call(bufs: Sequence[Any]) -> Any:
-        made = dict(zip(outputs, run(*[bufs[i] for i in read]), strict=True))
+    def call(bufs: Sequence[Any], into: Sequence[Any]) -> Any:
+        made = dict(zip(outputs, run(*[bufs[i] for i in read], into=into), strict=True))
         return made[names[0]] if single else tuple([made.get(v) for v in names])
 
     return call
@@ -417,21 +417,21 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     one launch.
 
     It answers NotImplemented where a call has no expression in CUDA, where a result has another shape than all operands
-    together, and of what is neither a buffer nor a real number.
+    together, and of what is neither a buffer nor a real number. ``into`` is memory for the results.
     """
 
     @functools.lru_cache(maxsize=256, typed=True)
     def ready(numbers: str, *args: Any) -> Callable[..., Any] | None:
         return _kernel_of(fn, args, least)
 
-    def call(*bufs: Any) -> Any:
+    def call(*bufs: Any, into: Sequence[Any] = ()) -> Any:
         array = launch.runner().xp.ndarray
         args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
         numbers = [b for b in args if type(b) is not ShapeDtype]
         if not all(type(b) in NUMBERS for b in numbers):
             return NotImplemented
         run = ready(repr(numbers) if numbers else "", *args)  # 0.0, -0.0 and 0 are equal
-        return NotImplemented if run is None else run(bufs)
+        return NotImplemented if run is None else run(bufs, into)
 
     return call
 

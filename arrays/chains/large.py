@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..core.dispatch import apply
-from ..core.op import Op, ShapeDtype, op_named
-from ..core.program import Entry, FusedRun, Program
+from ..core.op import Op, op_named
 from ..kernels import launch
-from .chains import as_one_launch, executable
+from .chains import as_one_launch
 
 
 @functools.lru_cache(maxsize=2048, typed=True)
@@ -35,17 +34,13 @@ def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
     return _single(op, tuple(params), repr(params) if params else "", *params.values())(*bufs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _copy_of(shape: tuple[int, ...], word: int) -> Callable[..., list[Any]]:
-    aval = ShapeDtype(shape, np.dtype(f"i{word}"))
-    entry = Entry(op_named("positive"), (0,), (1,), {})
-    return executable(FusedRun((entry,), (0,), (1,), shape), Program((0,), (entry,), (1,), {0: aval, 1: aval}))
+_copied = as_one_launch(lambda x: apply(op_named("positive"), (x,)))
 
 
 def large_copy(source: Any, target: Any) -> None:
     """``target[...] = source``, of one shape and dtype, whose memory they do not share: of words."""
     word = np.dtype(f"i{source.dtype.itemsize}")
-    _copy_of(source.shape, word.itemsize)(source.view(word), into=[target.view(word)])
+    _copied(source.view(word), into=[target.view(word)])
 
 
 launch.large_copy = large_copy

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,20 +84,17 @@ class CudaRunner:
     def __init__(self) -> None:
         import cupy
 
-        self.xp = cupy
-        self._kernels: dict[tuple[int, str, str], Any] = {}
-        self._properties: dict[int, Properties] = {}
-        self._lock = threading.Lock()
+        self.xp, self._current = cupy, cupy.cuda.runtime.getDevice
 
     def properties(self) -> Properties:
+        return self._properties(self._current())
+
+    @functools.cache  # noqa: B019  there is one runner
+    def _properties(self, device: int) -> Properties:
         runtime = self.xp.cuda.runtime
-        device = runtime.getDevice()
-        found = self._properties.get(device)
-        if found is None:
-            wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
-            numbers = [runtime.deviceGetAttribute(a, device) for a in wanted]
-            found = self._properties[device] = Properties(*numbers, int(self.xp.cuda.Device().compute_capability))
-        return found
+        wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
+        numbers = [runtime.deviceGetAttribute(a, device) for a in wanted]
+        return Properties(*numbers, int(self.xp.cuda.Device(device).compute_capability))
 
     def address(self, array: Any) -> int:
         return array.data.ptr
@@ -112,22 +108,16 @@ class CudaRunner:
         arguments: Sequence[Any],
         shared: int = 0,
     ) -> None:
-        fn = self._function(file, kernel)
+        fn = self._function(self._current(), file, kernel)
         # Arrays that a kernel declares count as well: some hundred bytes.
         if shared > 47 << 10 and fn.max_dynamic_shared_size_bytes < shared:
             fn.max_dynamic_shared_size_bytes = shared
         fn(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
 
-    def _function(self, file: str, kernel: str) -> Any:
-        key = (self.xp.cuda.runtime.getDevice(), file, kernel)
-        fn = self._kernels.get(key)
-        if fn is None:
-            with self._lock:
-                fn = self._kernels.get(key)
-                if fn is None:
-                    module = self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
-                    fn = self._kernels[key] = module.get_function(kernel)
-        return fn
+    @functools.cache  # noqa: B019  there is one runner
+    def _function(self, device: int, file: str, kernel: str) -> Any:
+        """For the ``device``, which is the current one."""
+        return self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,)).get_function(kernel)
 
 
 @functools.cache
@@ -228,12 +218,8 @@ def contiguous(array: Any, dtype: np.dtype | None = None) -> Any:
     return out
 
 
-Placed = tuple[tuple[int, ...], tuple[int, ...], int, int]
-"""Shape, strides and element size of an array, and the last bits of its address."""
-
-
-def placed(array: Any) -> Placed:
-    """How an array lies in memory: geometries of launches are found once for each."""
+def placed(array: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """How an array lies in memory: its shape, strides and size of elements, and the last bits of its address."""
     return array.shape, array.strides, array.itemsize, runner().address(array) % 16
 
 

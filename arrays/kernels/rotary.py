@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import ceil_div, vector_length
-from .launch import Placed, contiguous, i64, named, placed, runner, wide
+from .geometry import ceil_div, joined, vector_length
+from .launch import contiguous, i64, named, placed, runner, wide
 
 FILE = "rotary.cu"
 _THREADS = 256
@@ -28,25 +28,8 @@ def variants() -> Iterator[tuple[str, str]]:
                 yield FILE, named("rotary", d, table, vector)
 
 
-def joined(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
-    """Length and strides of each dimension, those made one that no array tells apart.
-
-    >>> joined((2, 3, 1, 4), (12, 4, 4, 1), (0, 0, 0, 0))
-    [(24, 1, 0)]
-    >>> joined((2, 3), (1, 2))
-    [(2, 1), (3, 2)]
-    """
-    out: list[tuple[int, ...]] = []
-    for n, *own in zip(shape, *strides, strict=True):
-        if out and all(a == n * b for a, b in zip(out[-1][1:], own, strict=True)):
-            out[-1] = (out[-1][0] * n, *own)
-        elif n != 1:
-            out.append((n, *own))
-    return out
-
-
 @functools.lru_cache(maxsize=256)
-def _geometry(x: Placed, cosines: Placed, sines: Placed, y: Placed, multiprocessors: int) -> Any:
+def _geometry(x: Any, cosines: Any, sines: Any, y: Any, multiprocessors: int) -> Any:
     """The grid of a launch, the elements of a vector, and the numbers that the kernel takes; None where no two loops
     go over the rows with tables of their own and no two over those that share them."""
     (shape, strides, x_size, _), (table, table_strides, table_size, _) = x, cosines

@@ -157,20 +157,13 @@ def _forward_geometry(
     return kernel, plan.grid(rows), plan.block, (i64(rows), i64(width), slots), shared
 
 
-@functools.lru_cache(maxsize=256)
-def _dtypes(x: np.dtype, residual: np.dtype | None, *parameters: np.dtype) -> tuple[np.dtype, ...]:
-    """Of the sum of x and the residual, and of the result; and those that the kernels take for them."""
-    given = x if residual is None else np.result_type(x, residual)
-    return given, np.result_type(given, *parameters), *dtypes_of(given, *parameters)
-
-
 def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes: int, eps: float) -> tuple[Any, Any]:
     """The norm of x, or of its sum with the residual, and this sum."""
     r = runner()
     parameters = [weight] if bias is None else [weight, bias]
-    given, out_dtype, d, o = _dtypes(
-        x.dtype, None if residual is None else residual.dtype, *[p.dtype for p in parameters]
-    )
+    given = x.dtype if residual is None else np.result_type(x.dtype, residual.dtype)
+    out_dtype = np.result_type(given, *(p.dtype for p in parameters))
+    d, o = dtypes_of(given, *(p.dtype for p in parameters))
     if residual is not None and d != given:  # the sum is rounded to its own dtype first
         total = (x + residual).astype(given, copy=False)
         return _forward(center, total, None, weight, bias, naxes, eps)[0], total
@@ -190,20 +183,12 @@ def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes:
 
 @functools.lru_cache(maxsize=256)
 def _backward_geometry(
-    center: bool,
-    joined: bool,
-    d: np.dtype,
-    o: np.dtype,
-    dx: np.dtype,
-    rows: int,
-    width: int,
-    ends: bool,
-    device: Properties,
+    center: bool, joined: bool, dtypes: tuple[np.dtype, ...], rows: int, width: int, ends: bool, device: Properties
 ) -> tuple[Any, ...]:
     """Kernel, grid, block and numbers of a launch, its shared memory, the shape of its sums, and whether these are
     those of the parameters."""
-    kinds, a = 1 + center, wide(d)
-    plan = row_plan(width, max(t.itemsize for t in (d, o, dx)), 16 // d.itemsize)
+    (d, o, dx), kinds, a = dtypes, 1 + center, wide(dtypes[0])
+    plan = row_plan(width, max(t.itemsize for t in dtypes), 16 // d.itemsize)
     ends = ends or width % plan.vector != 0
     slots, shared = np.int32(0), plan.rows * kinds * (plan.items + ends) * plan.threads * a.itemsize
     in_registers = plan.items and shared <= device.shared_memory
@@ -227,8 +212,8 @@ def _backward_geometry(
 def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...], naxes: int, eps: float) -> Any:
     """Cotangents of x (with the one that it has besides), of the weight, and (where ``center``) of the bias."""
     r = runner()
-    dx_dtype = _dtypes(x.dtype, *[j.dtype for j in joined] or [None])[0]
     d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
+    dx_dtype = np.result_type(x.dtype, *(j.dtype for j in joined))
     if joined and (d != x.dtype or dx_dtype not in (d, wide(d))):
         dx, *sums = _backward(center, g, x, weight, (), naxes, eps)
         return dx + joined[0], *sums
@@ -240,7 +225,7 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
     dx = r.xp.empty(x.shape, dx_dtype if joined else d)
     rows, device = xs.size // width, r.properties()
     xs, gs, *others, dx = arrays = in_step(xs, gs, *[contiguous(j, dx.dtype) for j in joined], dx)
-    form = center, bool(joined), d, o, dx.dtype, rows, width, _ends([*arrays, w]), device
+    form = center, bool(joined), (d, o, dx.dtype), rows, width, _ends([*arrays, w]), device
     kernel, grid, block, numbers, shared, sums, in_registers = _backward_geometry(*form)
     out = r.xp.empty(sums, a)
     given = (gs, xs, w, *(others or [NOTHING]), dx, out, *numbers, np.float64(eps))
