@@ -20,7 +20,7 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.devices import use_device
-from ..core.dispatch import apply, wrap
+from ..core.dispatch import apply, aval, wrap
 from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
@@ -426,7 +426,7 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
 
     def call(*bufs: Any, into: Sequence[Any] = ()) -> Any:
         array = launch.runner().xp.ndarray
-        args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
+        args = [aval((b.shape, b.dtype)) if isinstance(b, array) else b for b in bufs]
         numbers = [b for b in args if type(b) is not ShapeDtype]
         if not all(type(b) in NUMBERS for b in numbers):
             return NotImplemented

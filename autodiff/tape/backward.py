@@ -191,12 +191,13 @@ def _rounded_next(records: Sequence[Any], tape: Recording, keep: frozenset[int])
     live, short = tape.live, tape.short
     times: dict[int, int] = {}
     made: set[int] = set()
-    for plan, inputs, outputs, *_ in records:
+    calls = [r[:3] for r in records]
+    for plan, inputs, outputs in calls:
         made.update(outputs)
         for i in plan.wanted:
             times[inputs[i]] = times.get(inputs[i], 0) + 1
     rounded = {v for v in keep if v not in made and v in short and short[v].itemsize == 2}
-    for plan, inputs, outputs, *_ in records:
+    for plan, inputs, outputs in calls:
         v = outputs[0]
         if v not in short or short[v].itemsize != 2 or hasattr(plan.op, "expand"):
             continue
