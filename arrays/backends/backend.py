@@ -91,10 +91,9 @@ class CuPyBackend:
         except (ValueError, MemoryError) as e:
             self.explain(e)
             raise
-        outs = (out,) if op.nout == 1 else out
-        return tuple(
-            [o if type(o) is array or (op.nout == 1 and isinstance(o, Deferred)) else self.xp.asarray(o) for o in outs]
-        )
+        if op.nout == 1:
+            return (out if type(out) is array or isinstance(out, Deferred) else self.xp.asarray(out),)
+        return tuple([o if type(o) is array else self.xp.asarray(o) for o in out])
 
     def at(self, buf: Any) -> AbstractContextManager[None]:
         """A block that computes on the device of a buffer (None: on the current one), with errors as in

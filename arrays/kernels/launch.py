@@ -84,10 +84,11 @@ class CudaRunner:
     def __init__(self) -> None:
         import cupy
 
-        self.xp, self._current = cupy, cupy.cuda.runtime.getDevice
+        self.xp = cupy
+        self._kernels: dict[tuple[int, str, str], Any] = {}
 
     def properties(self) -> Properties:
-        return self._properties(self._current())
+        return self._properties(self.xp.cuda.runtime.getDevice())
 
     @functools.cache  # noqa: B019  there is one runner
     def _properties(self, device: int) -> Properties:
@@ -108,16 +109,19 @@ class CudaRunner:
         arguments: Sequence[Any],
         shared: int = 0,
     ) -> None:
-        fn = self._function(self._current(), file, kernel)
+        fn = self._function(file, kernel)
         # Arrays that a kernel declares count as well: some hundred bytes.
         if shared > 47 << 10 and fn.max_dynamic_shared_size_bytes < shared:
             fn.max_dynamic_shared_size_bytes = shared
         fn(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
 
-    @functools.cache  # noqa: B019  there is one runner
-    def _function(self, device: int, file: str, kernel: str) -> Any:
-        """For the ``device``, which is the current one."""
-        return self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,)).get_function(kernel)
+    def _function(self, file: str, kernel: str) -> Any:
+        key = (self.xp.cuda.runtime.getDevice(), file, kernel)
+        fn = self._kernels.get(key)
+        if fn is None:
+            module = self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
+            fn = self._kernels[key] = module.get_function(kernel)
+        return fn
 
 
 @functools.cache
