@@ -78,14 +78,13 @@ class CuPyBackend:
         return int(self.xp.cuda.runtime.getDeviceCount())
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
+        array = self._array
         for buf in bufs:
-            if isinstance(buf, self._array):
+            if isinstance(buf, array):
+                if (where := buf.device).id != self._current():
+                    with where:
+                        return self.run(op, bufs, params)
                 break
-        else:
-            buf = None
-        if buf is not None and (where := buf.device).id != self._current():
-            with where:
-                return self.run(op, bufs, params)
         try:
             fn = op.bind(self.xp)
             out = fn(*bufs, **params) if params else fn(*bufs)
@@ -93,10 +92,8 @@ class CuPyBackend:
             self.explain(e)
             raise
         if op.nout == 1:
-            out = (out,)
-            if type(out[0]) is self._array or isinstance(out[0], Deferred):
-                return out
-        return tuple(map(self.xp.asarray, out))
+            return (out if type(out) is array or isinstance(out, Deferred) else self.xp.asarray(out),)
+        return tuple([o if type(o) is array else self.xp.asarray(o) for o in out])
 
     def at(self, buf: Any) -> AbstractContextManager[None]:
         """A block that computes on the device of a buffer (None: on the current one), with errors as in

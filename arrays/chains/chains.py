@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +20,12 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.devices import use_device
-from ..core.dispatch import apply, wrap
+from ..core.dispatch import apply, aval, wrap
 from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from ..kernels import launch
 from . import cuda_codegen as code
-from .layouts import FULL, HELD, LINE, ONE, STRIDED, layout_of
+from .layouts import FULL, HELD, LINE, ONE, STRIDED, Layout, layout_of
 
 THREADS = 256
 BLOCKS_EACH = 16
@@ -177,6 +178,7 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     size, lanes = max(sizes), lanes_of(first, program)
     results = [program.avals[v] for v in group.outputs]
     total = code.sums_all(first.entries[-1], program)
+    each, counted = reads + writes, [np.int64(n) for n in sizes]
     files: dict[tuple[Any, ...], str] = {}
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Callable[..., Exception] | None = None) -> list[Any]:
@@ -187,75 +189,89 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 raise
             raise failed(e, group.entries) from e
 
-    def vectors_of(address: int, itemsize: int, kind: str, steps: Sequence[int]) -> bool:
-        """Whether each vector of an operand is one that the device can load."""
-        whole = min(16, itemsize * lanes) // itemsize
-        return address % (whole * itemsize) == 0 and (kind == FULL or all(s % whole == 0 for s in steps[:-1]))
+    @functools.lru_cache(maxsize=256)
+    def laid_out(*strides: tuple[int, ...] | None) -> tuple[Layout, list[Any]]:
+        """The layout of operands with these strides, and how memory of each result is made; where some exists, its
+        strides come behind."""
+        avals = [program.avals[v] for v in (*group.inputs, *group.outputs)]
+        made = [s if s is None else _lying(*a, s) for a, s in zip(avals, strides, strict=True)]
+        inputs, into = made[: len(group.inputs)], made[len(group.inputs) :]
+        if len(into) != 1 or into[0] is None or into[0].flags.c_contiguous:
+            layout = layout_of(inputs[:reads], shape, count > 1 or total or any(o is not None for o in into))
+        else:  # written in its own order
+            (kind, *kinds), (step, *steps) = (found := layout_of([*into, *inputs], shape)).kinds, found.steps
+            layout = found._replace(kinds=(*kinds, kind), steps=(*steps, step))
+        return layout, [_in_order(*a, layout.order) for a in results]
+
+    @functools.lru_cache(maxsize=256)
+    def geometry(layout: Layout, ends: Sequence[int], device: launch.Properties) -> Any:
+        """File and kernel of a launch, its blocks, and the arguments behind the addresses, which have these last
+        bits."""
+        kinds, placed = list(layout.kinds), any(how not in (FULL, ONE) for how in layout.kinds)
+        vectors = not placed or layout.sizes[-1] % lanes == 0
+        itemsizes = [program.avals[v].dtype.itemsize for v in (*first.inputs, *first.outputs)]
+        for i, end in enumerate(ends):
+            k, itemsize = i % each, itemsizes[i % each]
+            kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
+            whole = min(16, itemsize * lanes) // itemsize  # elements that the device can load at once
+            apart = end % (whole * itemsize) != 0
+            if kind == FULL and apart:
+                vectors = False
+            elif kind == LINE and (apart or any(s % whole for s in steps[:-1])):
+                kinds[k] = STRIDED
+        # Elements are counted up to a step beyond the last one; places in an operand have 64 bits.
+        small, more = size < 1 << 31, ()
+        key = (*kinds, len(layout.sizes), small) if placed else tuple(kinds)
+        if key not in files:
+            text = source(first, program, kinds, len(layout.sizes) if placed else 1, small or not placed, count)
+            files[key] = generated(text)
+        if placed:
+            steps_of = [s for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own]
+            more = tuple(map(np.int64, (*layout.sizes[1:], *steps_of)))
+        blocks = _blocks(device, size, lanes if vectors or total else 1)
+        return files[key], launch.named("fused", vectors), (blocks, count, 1), more
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
+        device, address = runner.properties(), runner.address
         if size and (count > 1 or total):
             inputs = [launch.contiguous(a) for a in inputs]
-        gap = into[0] if len(into) == 1 and into[0] is not None and not into[0].flags.c_contiguous else None
-        if gap is None:
-            layout = layout_of(inputs[:reads], shape, count > 1 or total or any(o is not None for o in into))
-        else:  # written in its own order
-            (kind, *kinds), (step, *steps) = (found := layout_of([gap, *inputs], shape)).kinds, found.steps
-            layout = found._replace(kinds=(*kinds, kind), steps=(*steps, step))
+        layout, made = laid_out(*[a if a is None else a.strides for a in (*inputs, *into)])
         if total:
-            blocks = _blocks(runner, size, lanes)
-            partial = runner.xp.empty((count, blocks), results[0].dtype)
+            partial = runner.xp.empty((count, _blocks(device, size, lanes)), results[0].dtype)
             outputs = list(partial)
         else:
-            made = [
-                _in_order(runner.xp, *a, layout.order) if o is None else o for o, a in zip(into, results, strict=True)
-            ]
-            outputs = list(made)
+            outputs = [make(runner.xp) if o is None else o for o, make in zip(into, made, strict=True)]
         if size == 0:
             return outputs
-        kinds, placed = list(layout.kinds), any(how not in (FULL, ONE) for how in layout.kinds)
-        vectors = not placed or layout.sizes[-1] % lanes == 0
-        arguments: list[Any] = []
-        for j, n in enumerate(sizes):
-            own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
-            addresses = [runner.address(a) for a in own]
-            for k, (a, p) in enumerate(zip(own, addresses, strict=True)):
-                kind, steps = (kinds[k], layout.steps[k]) if k < len(kinds) else (FULL, ())
-                if kind in (FULL, LINE) and not vectors_of(p, a.dtype.itemsize, kind, steps):
-                    if kind == FULL:
-                        vectors = False
-                    else:
-                        kinds[k] = STRIDED
-            arguments += [np.int64(n), *map(np.uint64, addresses)]
-        # Elements are counted up to a step beyond the last one; places in an operand have 64 bits.
-        small = size < 1 << 31
-        key = (*kinds, len(layout.sizes), small) if placed else tuple(kinds)
-        file = files.get(key)
-        if file is None:
-            text = source(first, program, kinds, len(layout.sizes) if placed else 1, small or not placed, count)
-            file = files[key] = generated(text)
-        if placed:
-            arguments += map(np.int64, layout.sizes[1:])
-            arguments += [
-                np.int64(s) for own, how in zip(layout.steps, kinds, strict=True) if how not in (FULL, ONE) for s in own
-            ]
-        if not total:
-            blocks = _blocks(runner, size, lanes if vectors else 1)
-        runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
+        own = []
+        for j in range(count):
+            own += [*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes]]
+        addresses = [address(a) for a in own]
+        file, kernel, grid, more = geometry(layout, tuple([p % 16 for p in addresses]), device)
+        given = map(np.uint64, addresses)
+        arguments = [a for n in counted for a in (n, *itertools.islice(given, each))]
+        runner.launch(file, kernel, grid, (THREADS, 1, 1), [*arguments, *more])
         return list(partial.sum(axis=1)) if total else outputs
 
     return run
 
 
-def _in_order(xp: Any, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Any:
-    """Memory of a result whose dimensions follow each other in this order."""
+def _lying(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...]) -> np.ndarray:
+    """A stand-in for an array that lies so, without its memory."""
+    return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
+
+
+def _in_order(shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function of the namespace that makes memory of a result whose dimensions follow each other in this order."""
     if len(order) < 2 or len(order) != len(shape) or order == tuple(range(len(order))):
-        return xp.empty(shape, dtype)
-    return xp.empty([shape[d] for d in order], dtype).transpose(np.argsort(order).tolist())
+        return lambda xp: xp.empty(shape, dtype)
+    turned, axes = [shape[d] for d in order], np.argsort(order).tolist()
+    return lambda xp: xp.empty(turned, dtype).transpose(axes)
 
 
-def _blocks(runner: launch.Runner, size: int, each: int) -> int:
-    return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+def _blocks(device: launch.Properties, size: int, each: int) -> int:
+    return max(1, min(-(-size // (THREADS * each)), device.multiprocessors * BLOCKS_EACH))
 
 
 def generated(text: str) -> str:
@@ -293,7 +309,7 @@ def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
             some = alike[i : i + MOST_COPIES]
             vectors = all(p % 16 == 0 for _, *places in some for p in places)
             file, lanes = _copying(word, len(some))
-            blocks = _blocks(runner, max(n for n, _, _ in some), lanes if vectors else 1)
+            blocks = _blocks(runner.properties(), max(n for n, _, _ in some), lanes if vectors else 1)
             columns = map(np.array, zip(*some, strict=True), (np.int64, np.uint64, np.uint64))
             arguments = [x for copy in zip(*columns, strict=True) for x in copy]
             kernel = file, launch.named("fused", vectors)
@@ -385,8 +401,8 @@ def _kernel_of(fn: Callable[..., Any], args: Sequence[Any], least: int) -> Calla
         return None
     run = executable(FusedRun(program.entries, read, outputs, shape), program)
 
-    def call(bufs: Sequence[Any]) -> Any:
-        made = dict(zip(outputs, run(*[bufs[i] for i in read]), strict=True))
+    def call(bufs: Sequence[Any], into: Sequence[Any]) -> Any:
+        made = dict(zip(outputs, run(*[bufs[i] for i in read], into=into), strict=True))
         return made[names[0]] if single else tuple([made.get(v) for v in names])
 
     return call
@@ -401,21 +417,21 @@ def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
     one launch.
 
     It answers NotImplemented where a call has no expression in CUDA, where a result has another shape than all operands
-    together, and of what is neither a buffer nor a real number.
+    together, and of what is neither a buffer nor a real number. ``into`` is memory for the results.
     """
 
     @functools.lru_cache(maxsize=256, typed=True)
     def ready(numbers: str, *args: Any) -> Callable[..., Any] | None:
         return _kernel_of(fn, args, least)
 
-    def call(*bufs: Any) -> Any:
+    def call(*bufs: Any, into: Sequence[Any] = ()) -> Any:
         array = launch.runner().xp.ndarray
-        args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
+        args = [aval((b.shape, b.dtype)) if isinstance(b, array) else b for b in bufs]
         numbers = [b for b in args if type(b) is not ShapeDtype]
         if not all(type(b) in NUMBERS for b in numbers):
             return NotImplemented
         run = ready(repr(numbers) if numbers else "", *args)  # 0.0, -0.0 and 0 are equal
-        return NotImplemented if run is None else run(bufs)
+        return NotImplemented if run is None else run(bufs, into)
 
     return call
 

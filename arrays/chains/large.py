@@ -9,29 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..core.op import Op, ShapeDtype, op_named
-from ..core.program import Const, Entry, FusedRun, Program
+from ..core.dispatch import apply
+from ..core.op import Op, op_named
 from ..kernels import launch
-from . import cuda_codegen as code
-from .chains import NUMBERS, executable
+from .chains import as_one_launch
 
 
 @functools.lru_cache(maxsize=2048, typed=True)
-def _single(op: Any, numbers: str, params: tuple[tuple[str, Any], ...], *args: Any) -> Callable[..., Any] | None:
-    """One call of an elementwise op, as a kernel; None where it is small, or has no form in CUDA."""
-    avals = {i: a for i, a in enumerate(args) if type(a) is ShapeDtype}
-    shape = np.broadcast_shapes(*(a.shape for a in avals.values()))
-    if math.prod(shape) < Op.large:
-        return None
-    (out,) = op.avals([ShapeDtype((), a.dtype) if isinstance(a, np.generic) else a for a in args], dict(params))
-    inputs = tuple(
-        [i if i in avals else Const(a.item() if isinstance(a, np.generic) else a) for i, a in enumerate(args)]
-    )
-    entry = Entry(op, inputs, (len(args),), dict(params))
-    program = Program(tuple(avals), (entry,), (len(args),), avals | {len(args): out})
-    if (out.dtype == args[0].dtype and op.name == "astype") or not code.expressible(entry, program):
-        return None
-    return executable(FusedRun((entry,), tuple(avals), (len(args),), shape), program)
+def _single(op: Op, names: tuple[str, ...], text: str, *params: Any) -> Callable[..., Any]:
+    """A call of an elementwise op as one kernel. (The text of the parameters tells 0.0 from -0.0.)"""
+    return as_one_launch(lambda *args: apply(op, args, dict(zip(names, params, strict=True))))
 
 
 def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
@@ -39,28 +26,21 @@ def of_large(op: Any, bufs: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
 
     NotImplemented where it is small, or no kernel serves it."""
     array = launch.runner().xp.ndarray
-    arrays = [b for b in bufs if isinstance(b, array)]
-    if all(b.size < Op.large for b in arrays) and all(b.shape == arrays[0].shape for b in arrays):
+    shapes = [b.shape for b in bufs if isinstance(b, array)]
+    if math.prod(shapes[0] if shapes.count(shapes[0]) == len(shapes) else np.broadcast_shapes(*shapes)) < Op.large:
         return NotImplemented
-    args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
-    numbers = [b for b in args if type(b) is not ShapeDtype]
-    if not all(type(b) in NUMBERS for b in numbers):
+    if op.name == "astype" and params["dtype"] == bufs[0].dtype:
         return NotImplemented
-    kernel = _single(op, repr(numbers) if numbers else "", tuple(params.items()), *args)
-    return NotImplemented if kernel is None else kernel(*arrays)[0]
+    return _single(op, tuple(params), repr(params) if params else "", *params.values())(*bufs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _copy_of(shape: tuple[int, ...], word: int) -> Callable[..., list[Any]]:
-    aval = ShapeDtype(shape, np.dtype(f"i{word}"))
-    entry = Entry(op_named("positive"), (0,), (1,), {})
-    return executable(FusedRun((entry,), (0,), (1,), shape), Program((0,), (entry,), (1,), {0: aval, 1: aval}))
+_copied = as_one_launch(lambda x: apply(op_named("positive"), (x,)))
 
 
 def large_copy(source: Any, target: Any) -> None:
     """``target[...] = source``, of one shape and dtype, whose memory they do not share: of words."""
     word = np.dtype(f"i{source.dtype.itemsize}")
-    _copy_of(source.shape, word.itemsize)(source.view(word), into=[target.view(word)])
+    _copied(source.view(word), into=[target.view(word)])
 
 
 launch.large_copy = large_copy

@@ -3,10 +3,11 @@ other."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from ..kernels.geometry import joined
 
 FULL, ONE, LINE, HELD, STRIDED = "full", "one", "line", "held", "strided"
 """Layouts of an operand beside the result: alike, a single element, of neighbours or of one element along the last
@@ -39,14 +40,7 @@ def layout_of(arrays: Sequence[Any], shape: tuple[int, ...], ordered: bool = Fal
     >>> layout_of([np.ones((3, 2)).T, np.ones((2, 3))], (2, 3))
     Layout(order=(1, 0), sizes=(3, 2), kinds=('full', 'strided'), steps=((), (1, 3)))
     """
-    if all(a.size == 1 or (a.shape == shape and a.flags.c_contiguous) for a in arrays):
-        kinds = tuple([ONE if a.size == 1 else FULL for a in arrays])
-        return Layout(tuple(range(len(shape))), (math.prod(shape),), kinds, ((),) * len(arrays))
-    return _layout(tuple([strides_of(a, shape) if a.size != 1 else None for a in arrays]), tuple(shape), ordered)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(strides: tuple[tuple[int, ...] | None, ...], shape: tuple[int, ...], ordered: bool) -> Layout:
+    strides = [strides_of(a, shape) if a.size != 1 else None for a in arrays]
     order = tuple(range(len(shape)))
     for s in () if ordered else strides:
         if s is not None and all(step > 0 for step, n in zip(s, shape, strict=True) if n > 1):
@@ -56,20 +50,9 @@ def _layout(strides: tuple[tuple[int, ...] | None, ...], shape: tuple[int, ...],
                 order = (*[d for d in order if shape[d] == 1], *found)
             break
     given = [s for s in strides if s is not None]
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in given]
-    for d in order:
-        if shape[d] == 1:
-            continue
-        if sizes and all(own[-1] == s[d] * shape[d] for own, s in zip(steps, given, strict=True)):
-            sizes[-1] *= shape[d]
-            for own, s in zip(steps, given, strict=True):
-                own[-1] = s[d]
-        else:
-            sizes.append(shape[d])
-            for own, s in zip(steps, given, strict=True):
-                own.append(s[d])
-    whole = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    joint = joined(*([s[d] for d in order] for s in (shape, *given)))
+    sizes, *steps = zip(*joint, strict=True) if joint else [()] * (1 + len(given))
+    whole = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
     operands: list[tuple[str, tuple[int, ...]]] = []
     rest = iter(steps)
     for s in strides:
@@ -77,5 +60,5 @@ def _layout(strides: tuple[tuple[int, ...] | None, ...], shape: tuple[int, ...],
         if own is None or own == whole:
             operands.append((ONE if own is None else FULL, ()))
         else:
-            operands.append(({1: LINE, 0: HELD}.get(own[-1], STRIDED), tuple(own)))
-    return Layout(order, tuple(sizes), tuple([kind for kind, _ in operands]), tuple([own for _, own in operands]))
+            operands.append(({1: LINE, 0: HELD}.get(own[-1], STRIDED), own))
+    return Layout(order, sizes, tuple([kind for kind, _ in operands]), tuple([own for _, own in operands]))

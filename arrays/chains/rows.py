@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.program import Entry, FusedRun, Program
 from ..kernels import launch
-from ..kernels.geometry import MAX_GRID, ceil_div
+from ..kernels.geometry import MAX_GRID, ceil_div, joined
 from . import cuda_codegen as code
 from .chains import generated, lanes_of, statements
 from .layouts import FULL, HELD, ONE, strides_of
@@ -159,13 +159,5 @@ def layout_of(array: Any, shape: tuple[int, ...], kept: int) -> tuple[str | None
 
 def _joined(strides: Sequence[int], sizes: Sequence[int]) -> int | None:
     """The step along dimensions as one; None where they are not."""
-    found, step, before = None, 0, 1
-    for s, n in zip(reversed(strides), reversed(sizes), strict=True):
-        if n == 1:
-            continue
-        if found is None:
-            found = step = s
-        elif s != step * before:
-            return None
-        step, before = s, n
-    return found or 0
+    found = joined(sizes, strides)
+    return None if len(found) > 1 else found[0][1] if found else 0

@@ -469,20 +469,23 @@ def call_site(depth: int = 2) -> Site | None:
     if state.site is not None:
         return state.site
     f: Any = sys._getframe(depth)
-    code = f.f_code
-    if code.co_filename in _THEIRS:
-        return code, f.f_lasti
     while f is not None:
-        if not f.f_globals.get("__name__", "").startswith("meshtape."):
-            if not f.f_code.co_filename.startswith("<"):  # what is made of text is of many modules
-                _THEIRS.add(f.f_code.co_filename)
+        file = f.f_code.co_filename
+        if file in _THEIRS:
             return f.f_code, f.f_lasti
+        if file not in _OURS:
+            ours = f.f_globals.get("__name__", "").startswith("meshtape.")
+            if not file.startswith("<"):  # what is made of text is of many modules
+                (_OURS if ours else _THEIRS).add(file)
+            if not ours:
+                return f.f_code, f.f_lasti
         f = f.f_back
     return None
 
 
+_OURS: set[str] = set()
 _THEIRS: set[str] = set()
-"""Files that are not of this package: most calls come straight from one."""
+"""Files that are of this package, and others: most calls come straight from one of these."""
 
 
 def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:

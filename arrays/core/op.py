@@ -194,7 +194,7 @@ def _kernel_or_composed(kernel: Callable[..., Any], composed: Callable[..., Any]
     """The kernel where it takes the operands (or answers NotImplemented), else the composed implementation."""
 
     def run(*bufs: Any, **params: Any) -> Any:
-        takes = bufs[0].dtype in KERNEL_FLOATS and not any(b.dtype.kind == "c" for b in bufs if hasattr(b, "dtype"))
+        takes = bufs[0].dtype in KERNEL_FLOATS and "c" not in [b.dtype.kind for b in bufs if hasattr(b, "dtype")]
         out = kernel(*bufs, **params) if takes else NotImplemented
         return composed(*bufs, **params) if out is NotImplemented else out
 
@@ -224,23 +224,23 @@ def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any], elementwise: bool) -> C
                 break
         else:
             return fn(*bufs, **params) if params else fn(*bufs)
-        for b in bufs:
-            if hasattr(b, "compute"):  # a float8, which CuPy lacks
-                outs = b.compute(op, bufs, params)
-                return outs[0] if op.nout == 1 else outs
         try:
             key = (*[getattr(b, "dtype", type(b)) for b in bufs], *params.items())
             wanted = known.get(key)
         except TypeError:  # a parameter that cannot be a key
             key = wanted = None
         if wanted is None:
+            for b in bufs:
+                if hasattr(b, "compute"):  # a float8, which CuPy lacks
+                    outs = b.compute(op, bufs, params)
+                    return outs[0] if op.nout == 1 else outs
             args = tuple([ShapeDtype(tuple(b.shape), b.dtype) if hasattr(b, "dtype") else b for b in bufs])
             wanted = tuple([a.dtype for a in op.avals(args, params)])
             if key is not None and len(known) < _MOST_SIGNATURES:
                 known[key] = wanted
         out = fn(*bufs, **params)
         if op.nout == 1:
-            return _cast(out, wanted[0])
+            return out if getattr(out, "dtype", None) is wanted[0] else _cast(out, wanted[0])
         return tuple([_cast(o, d) for o, d in zip(out, wanted, strict=True)])
 
     return run

@@ -106,7 +106,7 @@ _Star = _StarType()
 _LEAF = TreeDef("leaf")
 _NONE = TreeDef("none")
 _LEAF_TYPES: set[type] = set()  # found to be no containers, which takes longer to find out than to look up
-_FLAT: dict[tuple[Any, ...], TreeDef] = {}  # structures of containers of leaves alone, by kind, names and class
+_KNOWN: dict[tuple[Any, ...], TreeDef] = {}  # structures by kind, names, class and children (None: leaves alone)
 _MOST_KEPT = 1024
 _DEEPEST = 400  # compiled code would end the process where Python's own has an error
 
@@ -376,18 +376,21 @@ def _structure(x: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any],
     kind, keys, children, cls, rest = found
     if is_leaf is None and not [c for c in children if type(c) not in _LEAF_TYPES]:
         leaves.extend(children)
-        flat = _FLAT.get((kind, keys, cls)) if rest is None else None
-        if flat is None:
-            flat = TreeDef(kind, keys, (_LEAF,) * len(keys), cls, rest)
-            # Of equal keys (1, 1.0, True) each is its own.
-            if rest is None and (kind not in ("dict", "registered") or all(type(k) is str for k in keys)):
-                if len(_FLAT) >= _MOST_KEPT:
-                    _FLAT.clear()
-                _FLAT[kind, keys, cls] = flat
-        return flat
-    if depth > _DEEPEST:
+        inner = None
+    elif depth > _DEEPEST:
         raise RecursionError
-    return TreeDef(kind, keys, tuple([_structure(c, is_leaf, leaves, depth + 1) for c in children]), cls, rest)
+    else:
+        inner = tuple([_structure(c, is_leaf, leaves, depth + 1) for c in children])
+    found = _KNOWN.get((kind, keys, cls, inner)) if rest is None else None
+    if found is None:
+        found = TreeDef(kind, keys, (_LEAF,) * len(keys) if inner is None else inner, cls, rest)
+        # Of equal keys (1, 1.0, True) each is its own.
+        plain = kind not in ("dict", "registered") or all(type(k) is str for k in keys)
+        if rest is None and plain and all(isinstance(x, type) for x in found.objects):  # and holds no objects of users
+            if len(_KNOWN) >= _MOST_KEPT:
+                _KNOWN.clear()
+            _KNOWN[kind, keys, cls, inner] = found
+    return found
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Any:

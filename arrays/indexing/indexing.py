@@ -274,10 +274,13 @@ def is_lost(buf: Any) -> bool:
 def getitem(x: Array, key: Any, /) -> Array:
     """``x[key]``."""
     buf = x._buf
-    if type(buf) is np.ndarray and not state.recorders:
+    kind = type(buf)
+    if not state.recorders and (kind is np.ndarray or not isinstance(buf, Deferred)):
         t = type(key)
         known, safe = key, t in _PLAIN or (t is tuple and is_plain(key))
-        if not safe:
+        if not safe and kind is not np.ndarray:  # index arrays on a GPU are checked first
+            known = None
+        elif not safe:
             known = one_array(x, key) if t is type(x) else None
             safe = known is not None
             if not safe:
@@ -288,7 +291,7 @@ def getitem(x: Array, key: Any, /) -> Array:
             except (IndexError, TypeError, ValueError):
                 pass  # said again below, in our words
             else:
-                if type(out) is not np.ndarray:
+                if type(out) is not kind:
                     return wrap(np.asarray(out))
                 # NumPy does not look at index arrays of which nothing is read; they may be out of range.
                 if safe or out.size:
@@ -301,7 +304,7 @@ def getitem(x: Array, key: Any, /) -> Array:
         return out
     if isinstance(out._buf, Deferred):
         out._buf.part = True
-    elif type(buf) is np.ndarray and type(out._buf) is np.ndarray and out._buf.size * _FEW <= buf.size:
+    elif kind is np.ndarray and type(out._buf) is np.ndarray and out._buf.size * _FEW <= buf.size:
         # A tape that kept the view would keep all of ``x``, and each write to ``x`` in a loop would copy all of it.
         move(out, out._buf.copy()[...])
     return out

@@ -6,6 +6,7 @@ elements, queries that broadcast, several masks, a device before compute capabil
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -81,19 +82,27 @@ class _Call(NamedTuple):
         finite; and nothing where no tile is left out."""
         if not self.masked:
             return [NOTHING] * len(operands)
-        r, numbers = runner(), []
-        shapes = [(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in operands]
-        ends = [*itertools.accumulate(batches * width for batches, _, width in shapes)]
+        r = runner()
+        shapes = tuple([(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in operands])
+        ends, numbers, grid = _poison_geometry(shapes, r.properties().multiprocessors)
         zeros = r.xp.zeros(ends[-1], np.float32)
-        outs = [zeros[a:b] for a, b in itertools.pairwise([0, *ends])]
-        for batches, rows, width in shapes:
-            most = ceil_div(4 * r.properties().multiprocessors, batches)
-            numbers.append((batches, rows, width, max(1, min(ceil_div(rows * width // 8, 4 * THREADS), most))))
-        each = [(x, out, *map(np.int32, n)) for x, out, n in zip(operands, outs, numbers, strict=True)]
+        outs = [zeros[a:b] for a, b in itertools.pairwise(ends)]
+        each = [(x, out, *n) for x, out, n in zip(operands, outs, numbers, strict=True)]
         arguments = [a for k in range(3) for a in each[min(k, len(each) - 1)]]
-        grid = max(batches * parts for batches, *_, parts in numbers), len(each), 1
         r.launch(FILE, named("attention_poison", self.q.dtype), grid, (THREADS, 1, 1), arguments)
         return outs
+
+
+@functools.lru_cache(maxsize=256)
+def _poison_geometry(shapes: Sequence[tuple[int, int, int]], multiprocessors: int) -> tuple[Any, Any, Any]:
+    """Where the zeros of each stack of matrices begin, the numbers that the kernel takes of each, and its grid."""
+    numbers = []
+    for batches, rows, width in shapes:
+        most = ceil_div(4 * multiprocessors, batches)
+        numbers.append((batches, rows, width, max(1, min(ceil_div(rows * width // 8, 4 * THREADS), most))))
+    ends = [0, *itertools.accumulate(batches * width for batches, _, width in shapes)]
+    grid = max(batches * parts for batches, *_, parts in numbers), len(shapes), 1
+    return ends, [tuple(map(np.int32, n)) for n in numbers], grid
 
 
 def _shared(width: int, step: int | None = None) -> int:
@@ -118,35 +127,45 @@ def _padded(x: Any) -> Any:
     return r.xp.array(x) if r.address(x) % 16 else x
 
 
-def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagonal: int | None) -> _Call | None:
-    (rows, d), (keys, e) = q.shape[-2:], v.shape[-2:]
-    lead = np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, *mask)))
-    batches = math.prod(lead)
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or q.shape[:-2] != lead or len(mask) > 1:
+@functools.lru_cache(maxsize=256)
+def _form(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], mask: Any, scale: float, diagonal: Any, device: Any
+) -> tuple[Any, ...] | None:
+    """Of arrays of these shapes the leading dimensions, the width of tiles, numbers before a mask and behind it,
+    whether tiles may be left out, and batches of keys. None where the kernels do not serve them."""
+    (rows, d), (keys, e) = q[-2:], v[-2:]
+    lead = np.broadcast_shapes(*(shape[:-2] for shape in (q, k, v, mask or ())))
+    batches, diagonal = math.prod(lead), keys if diagonal is None else max(-rows, min(diagonal, keys))
+    if q[:-2] != lead or not 0 < max(d, e) <= WIDTHS[-1] or not min(batches, rows, keys, d, e) or rows + keys >= 2**30:
         return None
-    if not 0 < max(d, e) <= WIDTHS[-1] or not min(batches, rows, keys, d, e) or rows + keys >= 2**30:
-        return None
-    kv, of_values = _repeated(k.shape[:-2], lead), _repeated(v.shape[:-2], lead)
-    seen: tuple[int, int] | None = (1, 1)
-    if mask:
-        seen = _repeated(mask[0].shape[:-2], lead)
-    properties = runner().properties()
+    kv, of_values, seen = (_repeated(shape[:-2], lead) for shape in (k, v, mask or ()))
     width = next(n for n in WIDTHS if n >= max(d, e))
     if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), 2 * SHORT) > MAX_GRID:
         return None
-    if properties.capability < 80 or properties.shared_memory < _shared(width) + MORE:
+    if device.capability < 80 or device.shared_memory < _shared(width) + MORE:
         return None
-    diagonal = keys if diagonal is None else max(-rows, min(diagonal, keys))
-    masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0)), *map(np.int32, (0, 0))]
+    sizes = rows, keys, ceil_div(d, 8) * 8, ceil_div(e, 8) * 8
+    numbers = (*map(np.int32, sizes), np.float32(scale), np.int32(diagonal), *map(i64, kv))
+    masks = (*map(i64, (1, 1, 0)), *map(np.int32, (0, 0)))
+    if mask is not None:
+        row, column = (1, 1, *mask)[-2:]
+        masks = (*map(i64, (*seen, row * column)), *map(np.int32, (column if row > 1 else 0, column > 1)))
+    return lead, width, numbers, masks, diagonal < keys, kv[1]
+
+
+def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagonal: int | None) -> _Call | None:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or len(mask) > 1:
+        return None
+    shape = mask[0].shape if mask else None
+    form = _form(q.shape, k.shape, v.shape, shape, scale, diagonal, runner().properties())
+    if form is None:
+        return None
+    lead, width, numbers, masks, masked, keys = form
+    given: Any = NOTHING, np.int32(0)
     if mask:
-        m = contiguous(mask[0] if mask[0].dtype.kind == "b" else mask[0].astype(np.float32, copy=False))
-        m = m.reshape((1,) * (2 - m.ndim) + m.shape)
-        steps = map(np.int32, (m.shape[-1] if m.shape[-2] > 1 else 0, m.shape[-1] > 1))
-        masks = [m, np.int32(1 + (m.dtype.kind != "b")), *map(i64, (*seen, m.shape[-2] * m.shape[-1])), *steps]
-    q, k, v = _padded(q), _padded(k), _padded(v)
-    sizes = (*map(np.int32, (rows, keys, q.shape[-1], v.shape[-1])), np.float32(scale), np.int32(diagonal))
-    numbers = [*sizes, *map(i64, kv), *masks]
-    return _Call(q, k, v, lead, width, numbers, diagonal < keys, kv[1])
+        added = mask[0].dtype.kind != "b"
+        given = contiguous(mask[0], np.dtype(np.float32) if added else None), np.int32(1 + added)
+    return _Call(*map(_padded, (q, k, v)), lead, width, [*numbers, *given, *masks], masked, keys)
 
 
 @for_floats
@@ -174,7 +193,7 @@ def attention_backward(
     operands = call.q, call.k, call.v, _padded(g)
     q_poison, k_poison, g_poison = call.poison(*operands[:2], operands[3])
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
-    of_rows = [contiguous(a.astype(np.float32, copy=False)) for a in (shift, total)]
+    of_rows = [contiguous(a, np.float32) for a in (shift, total)]
     of_rows.append(xp.empty((batches, rows), np.float32))  # the means of slopes
     call.start("backward_queries", [*operands, _padded(out), dq, *of_rows, k_poison], rows, batches)
     arguments = [*operands, dk, dv, *of_rows, q_poison, g_poison, i64(batches)]

@@ -68,7 +68,7 @@ def layout(shape: tuple[int, ...], axis: int) -> ChannelLayout:
 
 
 def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
-    return [contiguous(a.astype(dtype, copy=False)) for a in arrays]
+    return [contiguous(a, dtype) for a in arrays]
 
 
 # ----- three launches: sums, factors, and a pass that is linear in each element ---------------------------------------

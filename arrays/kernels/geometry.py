@@ -37,6 +37,23 @@ def vector_length(width: int, itemsizes: Sequence[int], addresses: Sequence[int]
     return n if whole else 1
 
 
+def joined(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """Length and strides of each dimension, those made one that no array tells apart.
+
+    >>> joined((2, 3, 1, 4), (12, 4, 4, 1), (0, 0, 0, 0))
+    [(24, 1, 0)]
+    >>> joined((2, 3), (1, 2))
+    [(2, 1), (3, 2)]
+    """
+    out: list[tuple[int, ...]] = []
+    for n, *own in zip(shape, *strides, strict=True):
+        if out and all(a == n * b for a, b in zip(out[-1][1:], own, strict=True)):
+            out[-1] = (out[-1][0] * n, *own)
+        elif n != 1:
+            out.append((n, *own))
+    return out
+
+
 class RowPlan(NamedTuple):
     """A row has ``threads`` threads with ``items`` elements each, read ``vector`` at a time; a block has ``rows``
     rows. Where ``items`` is 0 the row is longer than registers hold."""

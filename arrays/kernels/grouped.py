@@ -49,8 +49,8 @@ class _Call:
         self.work = wide(x.dtype)
         operands = (x, *rows, *matrices)
         self.dtype = x.dtype if all(a.dtype == x.dtype for a in operands) else self.work
-        self.operands = [contiguous(a.astype(self.dtype, copy=False)) for a in operands]
-        self.weights = contiguous(weights.astype(self.work, copy=False))
+        self.operands = [contiguous(a, self.dtype) for a in operands]
+        self.weights = contiguous(weights, self.work)
         self.tensor = self.dtype.itemsize == 2 and runner().properties().capability >= 80
         self.half = 128 if self.tensor else 64  # columns of each of a block's two tiles
         self.most = ceil_div(self.pairs, ROWS) + min(self.experts, self.pairs)
@@ -73,7 +73,7 @@ class _Call:
         self.found, self.order, self.sources = (empty(self.pairs, np.int32) for _ in range(3))
         counts, self.starts = empty((grid[0], self.experts), np.int32), empty(self.experts + 1, np.int32)
         self.tiles = empty((self.most, 3), np.int32)
-        given = [contiguous(a.astype(np.int64, copy=False)) for a in (chosen, numbers)]
+        given = [contiguous(a, np.int64) for a in (chosen, numbers)]
         _launch("count_pairs", grid, [*given, self.found, counts, *sizes])
         made = [self.order, self.sources, self.starts, self.tiles]
         _launch("place_pairs", grid, [self.found, counts, *made, *sizes, *i32(self.k, ROWS, self.most)])

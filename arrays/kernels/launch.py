@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,21 +86,19 @@ class CudaRunner:
 
         self.xp = cupy
         self._kernels: dict[tuple[int, str, str], Any] = {}
-        self._properties: dict[int, Properties] = {}
-        self._lock = threading.Lock()
 
     def properties(self) -> Properties:
+        return self._properties(self.xp.cuda.runtime.getDevice())
+
+    @functools.cache  # noqa: B019  there is one runner
+    def _properties(self, device: int) -> Properties:
         runtime = self.xp.cuda.runtime
-        device = runtime.getDevice()
-        found = self._properties.get(device)
-        if found is None:
-            wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
-            numbers = [runtime.deviceGetAttribute(a, device) for a in wanted]
-            found = self._properties[device] = Properties(*numbers, int(self.xp.cuda.Device().compute_capability))
-        return found
+        wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
+        numbers = [runtime.deviceGetAttribute(a, device) for a in wanted]
+        return Properties(*numbers, int(self.xp.cuda.Device(device).compute_capability))
 
     def address(self, array: Any) -> int:
-        return int(array.data.ptr)
+        return array.data.ptr
 
     def launch(
         self,
@@ -122,11 +119,8 @@ class CudaRunner:
         key = (self.xp.cuda.runtime.getDevice(), file, kernel)
         fn = self._kernels.get(key)
         if fn is None:
-            with self._lock:
-                fn = self._kernels.get(key)
-                if fn is None:
-                    module = self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
-                    fn = self._kernels[key] = module.get_function(kernel)
+            module = self.xp.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
+            fn = self._kernels[key] = module.get_function(kernel)
         return fn
 
 
@@ -209,14 +203,18 @@ large_copy: Callable[[Any, Any], None] | None = None
 def write(out: Any, key: Any, value: Any) -> None:
     """``out[key] = value`` by a key without arrays, of a value in other memory."""
     alike = getattr(value, "dtype", None) == out.dtype and out.dtype.itemsize <= 8
-    if not alike or out.size < Op.large or large_copy is None or (part := out[key]).size < Op.large:
+    part = out[key] if alike and out.size >= Op.large and large_copy is not None and key is not ... else out
+    if not alike or large_copy is None or part.size < Op.large:
         out[key] = value
     else:
-        large_copy(runner().xp.broadcast_to(value, part.shape), part)
+        large_copy(value if value.shape == part.shape else runner().xp.broadcast_to(value, part.shape), part)
 
 
-def contiguous(array: Any) -> Any:
-    """The array itself where its elements lie in C order without gaps, else a copy that does."""
+def contiguous(array: Any, dtype: np.dtype | None = None) -> Any:
+    """The array itself where its elements lie in C order without gaps, else a copy that does; in another ``dtype``, if
+    one is given."""
+    if dtype is not None and array.dtype != dtype:
+        array = array.astype(dtype)
     if array.flags.c_contiguous:  # the namespace's own function would give an array without dimensions one
         return array
     out = runner().xp.empty(array.shape, array.dtype)
@@ -224,11 +222,19 @@ def contiguous(array: Any) -> Any:
     return out
 
 
+def placed(array: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """How an array lies in memory: its shape, strides and size of elements, and the last bits of its address."""
+    return array.shape, array.strides, array.itemsize, runner().address(array) % 16
+
+
 def in_step(*arrays: Any) -> list[Any]:
     """The arrays, with copies of those in which vectors of 16 bytes begin at other elements than in the last one, which
     a kernel writes."""
+    addresses = [runner().address(a) for a in arrays]
+    if not any(p % 16 for p in addresses):
+        return list(arrays)
     n = 16 // min(a.dtype.itemsize for a in arrays)
-    starts = [runner().address(a) // a.dtype.itemsize % n for a in arrays]
+    starts = [p // a.dtype.itemsize % n for p, a in zip(addresses, arrays, strict=True)]
     return [a if s == starts[-1] else runner().xp.array(a) for a, s in zip(arrays, starts, strict=True)]
 
 

@@ -3,9 +3,10 @@ columns, and extremes of rows of short floats."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
-from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
+from .launch import NOTHING, Properties, contiguous, i64, in_step, named, runner, wide
 
 FILE = "row_norm.cu"
 COLUMNS, REDUCTIONS = "columns.cu", "reductions.cu"
 
 
+@functools.lru_cache(maxsize=256)
 def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
     """Dtypes that the kernels take x and the other arrays in: all alike, or short floats beside float32.
 
@@ -138,13 +140,21 @@ def row_places(largest: bool, x: Any, axis: int, keepdims: bool) -> Any:
     return out
 
 
-def _plan(arrays: list[Any], parameters: list[Any], width: int) -> tuple[list[Any], RowPlan, tuple[int, int, bool]]:
-    """The arrays, x and the others that have its shape, with vectors that begin at the same elements; how their rows
-    are held; and the last arguments of a kernel's name."""
-    arrays = in_step(*arrays)
-    plan = row_plan(width, max(a.dtype.itemsize for a in arrays), 16 // arrays[0].dtype.itemsize)
-    ends = width % plan.vector or any(runner().address(a) % 16 for a in (*arrays, *parameters))
-    return arrays, plan, (plan.threads, plan.items, bool(ends))
+def _ends(arrays: Sequence[Any]) -> bool:
+    """Whether one of the arrays begins inside of 16 bytes."""
+    address = runner().address
+    return any(address(a) % 16 for a in arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_geometry(
+    center: bool, add: bool, d: np.dtype, o: np.dtype, rows: int, width: int, ends: bool, device: Properties
+) -> tuple[Any, ...]:
+    """Kernel, grid, block and numbers of a launch, and its shared memory."""
+    plan = row_plan(width, max(d.itemsize, o.itemsize), 16 // d.itemsize)
+    slots, shared = plan.kept(width, [d.itemsize], device.shared_memory)
+    kernel = named("norm_forward", center, add, d, o, plan.threads, plan.items, ends or width % plan.vector != 0)
+    return kernel, plan.grid(rows), plan.block, (i64(rows), i64(width), slots), shared
 
 
 def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes: int, eps: float) -> tuple[Any, Any]:
@@ -157,19 +167,46 @@ def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes:
     if residual is not None and d != given:  # the sum is rounded to its own dtype first
         total = (x + residual).astype(given, copy=False)
         return _forward(center, total, None, weight, bias, naxes, eps)[0], total
-    w, b = (contiguous(p.astype(o, copy=False)) for p in (weight, parameters[-1]))
+    w, b = contiguous(weight, o), contiguous(parameters[-1], o)
     y = r.xp.empty(x.shape, o)
-    added = [] if residual is None else [contiguous(residual.astype(d, copy=False)), r.xp.empty(x.shape, d)]
+    added = [] if residual is None else [contiguous(residual, d), r.xp.empty(x.shape, d)]
     width = math.prod(x.shape[x.ndim - naxes :])
     if x.size:
         rows = x.size // width
-        (x, *added, y), plan, size = _plan([contiguous(x.astype(d, copy=False)), *added, y], [w, b], width)
-        slots, shared = plan.kept(width, [d.itemsize], r.properties().shared_memory)
+        x, *added, y = arrays = in_step(contiguous(x, d), *added, y)
+        form = center, bool(added), d, o, rows, width, _ends([*arrays, w, b]), r.properties()
+        kernel, grid, block, numbers, shared = _forward_geometry(*form)
         residual, total = added or (NOTHING, NOTHING)
-        arguments = (x, residual, w, b, y, total, i64(rows), i64(width), slots, np.float64(eps))
-        kernel = named("norm_forward", center, bool(added), d, o, *size)
-        r.launch(FILE, kernel, plan.grid(rows), plan.block, arguments, shared)
+        r.launch(FILE, kernel, grid, block, (x, residual, w, b, y, total, *numbers, np.float64(eps)), shared)
     return y.astype(out_dtype, copy=False), added[-1] if added else None
+
+
+@functools.lru_cache(maxsize=256)
+def _backward_geometry(
+    center: bool, joined: bool, dtypes: tuple[np.dtype, ...], rows: int, width: int, ends: bool, device: Properties
+) -> tuple[Any, ...]:
+    """Kernel, grid, block and numbers of a launch, its shared memory, the shape of its sums, and whether these are
+    those of the parameters."""
+    (d, o, dx), kinds, a = dtypes, 1 + center, wide(dtypes[0])
+    plan = row_plan(width, max(t.itemsize for t in dtypes), 16 // d.itemsize)
+    ends = ends or width % plan.vector != 0
+    slots, shared = np.int32(0), plan.rows * kinds * (plan.items + ends) * plan.threads * a.itemsize
+    in_registers = plan.items and shared <= device.shared_memory
+    if in_registers:
+        blocks = ceil_div(rows, plan.rows)
+        resident = persistent_grid(
+            blocks, device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
+        )
+        if ends and resident < blocks:  # all rows of a block begin at the same place of a vector
+            period = plan.vector // math.gcd(width * plan.rows, plan.vector)
+            resident = max(resident // period, 1) * period
+        sums, grid = (resident, kinds, width), (resident, 1, 1)
+    else:
+        plan = RowPlan(512, 0, plan.vector, 1)
+        slots, shared = plan.kept(width, (d.itemsize, o.itemsize), device.shared_memory)
+        sums, grid = (rows, 2), plan.grid(rows)
+    kernel = named("norm_backward", center, joined, d, o, dx, plan.threads, plan.items, ends)
+    return kernel, grid, plan.block, (i64(rows), i64(width), slots), shared, sums, in_registers
 
 
 def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...], naxes: int, eps: float) -> Any:
@@ -181,34 +218,18 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
         dx, *sums = _backward(center, g, x, weight, (), naxes, eps)
         return dx + joined[0], *sums
     kinds, a = 1 + center, wide(d)
-    gs, xs, w = (contiguous(v.astype(t, copy=False)) for v, t in ((g, o), (x, d), (weight, o)))
+    gs, xs, w = contiguous(g, o), contiguous(x, d), contiguous(weight, o)
     width = math.prod(x.shape[x.ndim - naxes :])
     if not xs.size:
         return r.xp.zeros(x.shape, dx_dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(kinds))
     dx = r.xp.empty(x.shape, dx_dtype if joined else d)
-    others = [contiguous(j.astype(dx.dtype, copy=False)) for j in joined]
-    rows = xs.size // width
-    (xs, gs, *others, dx), plan, size = _plan([xs, gs, *others, dx], [w], width)
-    device = r.properties()
-    slots, shared = np.int32(0), plan.rows * kinds * (plan.items + size[-1]) * plan.threads * a.itemsize
-    in_registers = plan.items and shared <= device.shared_memory
-    if in_registers:
-        blocks = ceil_div(rows, plan.rows)
-        resident = persistent_grid(
-            blocks, device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
-        )
-        if size[-1] and resident < blocks:  # all rows of a block begin at the same place of a vector
-            period = plan.vector // math.gcd(width * plan.rows, plan.vector)
-            resident = max(resident // period, 1) * period
-        out = r.xp.empty((resident, kinds, width), a)
-        grid = (resident, 1, 1)
-    else:
-        plan, size = RowPlan(512, 0, plan.vector, 1), (512, 0, size[-1])
-        slots, shared = plan.kept(width, (d.itemsize, o.itemsize), device.shared_memory)
-        out, grid = r.xp.empty((rows, 2), a), plan.grid(rows)
-    kernel = named("norm_backward", center, bool(joined), d, o, dx.dtype, *size)
-    numbers = (i64(rows), i64(width), slots, np.float64(eps))
-    r.launch(FILE, kernel, grid, plan.block, (gs, xs, w, *(others or [NOTHING]), dx, out, *numbers), shared)
+    rows, device = xs.size // width, r.properties()
+    xs, gs, *others, dx = arrays = in_step(xs, gs, *[contiguous(j, dx.dtype) for j in joined], dx)
+    form = center, bool(joined), (d, o, dx.dtype), rows, width, _ends([*arrays, w]), device
+    kernel, grid, block, numbers, shared, sums, in_registers = _backward_geometry(*form)
+    out = r.xp.empty(sums, a)
+    given = (gs, xs, w, *(others or [NOTHING]), dx, out, *numbers, np.float64(eps))
+    r.launch(FILE, kernel, grid, block, given, shared)
     if not in_registers:
         scales, tiles = out, ceil_div(width, 32)
         splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * device.multiprocessors, tiles), 65535))

@@ -139,7 +139,7 @@ class Targets(NamedTuple):
             labels = runner().xp.minimum(labels, np.uint64(2**63 - 1))
         has_ignored = ignore_index is not None and -(2**63) <= ignore_index < 2**63
         numbers = np.bool_(has_ignored), i64(ignore_index if has_ignored else 0), np.float64(label_smoothing)
-        return cls(contiguous(labels.astype(np.int64, copy=False)).reshape(-1), classes, numbers)
+        return cls(contiguous(labels, np.int64).reshape(-1), classes, numbers)
 
 
 @for_floats

@@ -41,18 +41,19 @@ WHOLE = 1 << 26
 
 
 def linear(x: Array, w: Array) -> Array:
-    """``x @ w`` for ``x`` of shape ``(*batch, inputs)``, as one product of matrices.
+    """``x @ w`` for ``x`` of shape ``(*batch, inputs)``, on a mesh as one product of matrices.
 
-    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum. Where rows of
-    the flattened ``x`` would not lie as those of ``x`` do (a split sequence, an uneven split of the batch) it stays a
-    stack.
+    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum, as its rule
+    leaves split dimensions apart. Where rows of the flattened ``x`` would not lie as those of ``x`` do (a split
+    sequence, an uneven split of the batch) it stays a stack.
     """
     *batch, inputs = x.shape
     here = x.sharding
-    if here is not None and batch:
-        parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
-        if any(here.layout.axes_of(d) for d in range(1, len(batch))) or batch[0] % parts:
-            return x @ w
+    if here is None or not batch:
+        return x @ w
+    parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
+    if any(here.layout.axes_of(d) for d in range(1, len(batch))) or batch[0] % parts:
+        return x @ w
     return reshape(reshape(x, (math.prod(batch), inputs)) @ w, (*batch, w.shape[1]))
 
 

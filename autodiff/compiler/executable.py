@@ -128,7 +128,7 @@ def local_executable(
             )
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
-    known = np.ndarray if xp is np else None
+    known = xp.ndarray
     plain = xp is np and not thin
     as_buffer = xp.asarray if plain else lambda x: x if isinstance(x, Deferred) else xp.asarray(x)  # sparse, or float8
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.array import Array
+from ...arrays.core.dispatch import Deferred
 from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
@@ -49,8 +50,12 @@ def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
 
 
 def leaf_key(x: Any) -> Any:
-    if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
-        return (x._buf.shape, x._buf.dtype)
+    if type(x) is Array:
+        buf = x._buf if type(x._buf) is np.ndarray else settled(x)
+        if type(buf) is np.ndarray:
+            return (buf.shape, buf.dtype)
+        if not isinstance(buf, Deferred):
+            return (buf.shape, buf.dtype, buf.device.id)
     if issubclass(type(x), Array):  # and no question to the object itself, whose code may raise
         if type(x._buf) is Gone:
             raise x._buf.error()

@@ -90,7 +90,7 @@ def walk(
                 for v in outputs:
                     if v in hooks:
                         _call_hooks(v, cots, hooks, owned, wrapped, short)
-                found = _found(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make, left)
+                found = _found(fields, tape, cots, keep, owned, xp, wrapped, make, left)
                 for i, gx in found:
                     if gx is not None:
                         give(gx, inputs[i], live, cots, owned, xp, wrapped, short, left)
@@ -146,9 +146,7 @@ def give(
     before = cots.get(v)
     if v in left:
         left[v] -= 1
-    if (g.shape != shape or g.dtype is not dtype) and not (
-        v in short and g.shape == shape and g.dtype == short[v] and is_kept_short(g)
-    ):
+    if g.shape != shape or (g.dtype is not dtype and not (g.dtype == short.get(v) and is_kept_short(g))):
         g = fit(xp, g, shape, dtype)
     if before is None:
         cots[v] = g
@@ -193,12 +191,13 @@ def _rounded_next(records: Sequence[Any], tape: Recording, keep: frozenset[int])
     live, short = tape.live, tape.short
     times: dict[int, int] = {}
     made: set[int] = set()
-    for plan, inputs, outputs, *_ in records:
+    calls = [r[:3] for r in records]
+    for plan, inputs, outputs in calls:
         made.update(outputs)
         for i in plan.wanted:
             times[inputs[i]] = times.get(inputs[i], 0) + 1
     rounded = {v for v in keep if v not in made and v in short and short[v].itemsize == 2}
-    for plan, inputs, outputs, *_ in records:
+    for plan, inputs, outputs in calls:
         v = outputs[0]
         if v not in short or short[v].itemsize != 2 or hasattr(plan.op, "expand"):
             continue
@@ -250,7 +249,7 @@ def cast(x: Any, dtype: np.dtype) -> Any:
 
 
 def _found(
-    r: Recorded,
+    fields: tuple[Any, ...],
     tape: Recording,
     cots: dict[int, Any],
     keep: frozenset[int],
@@ -261,19 +260,20 @@ def _found(
     left: Mapping[int, int],
 ) -> Iterable[tuple[int, Any]]:
     """The cotangents that a record of any kind gives, with the positions of their operands."""
-    plan, outputs, short = r.plan, r.outputs, tape.short
+    plan, inputs, outputs, _, _, out_avals, _, site = fields
     if hasattr(plan.op, "expand"):
-        _expand(r, tape, cots, keep, owned, xp, wrapped, make)
+        _expand(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make)
         return ()
     gs = [cots.get(v) if v in keep else cots.pop(v, None) for v in outputs]
-    if all(g is None for g in gs):
+    if not [g for g in gs if g is not None]:
         return ()
     mine = not wrapped and outputs[0] in owned and outputs[0] not in keep
-    owned.difference_update(outputs)
-    own = hasattr(plan.op, "pull")
-    wide = not plan.moves and any(v in short for v in outputs)
-    narrowest = min((short[v].itemsize for v in outputs if v in short), default=0)
-    if wide and (own or (narrowest > 1 and _sums_itself(plan, r.inputs, outputs, tape.live))):
+    if owned:
+        owned.difference_update(outputs)
+    own, short = hasattr(plan.op, "pull"), tape.short
+    widths = () if plan.moves else [short[v].itemsize for v in outputs if v in short]
+    wide = bool(widths)
+    if wide and (own or (min(widths) > 1 and _sums_itself(plan, inputs, outputs, tape.live))):
         # (A float8 would not hold the sums.)
         # Cotangents of results beside an op's first are passed on, and stay wide.
         count = len(gs) if own else 1
@@ -288,23 +288,23 @@ def _found(
         gs = [g.concrete() if type(g) is SparseCotangent else g for g in gs]
     g = gs[0]
     if not plan.single:
-        avals = r.out_avals or ()
+        avals = out_avals or ()
         zeros = (lambda a: None) if plan.partial else (lambda a: xp.zeros(a.shape, dtype=a.dtype))
         g = tuple(zeros(a) if c is None else c for c, a in zip(gs, avals, strict=True))
-    state.site = r.site
+    state.site = site
     if wrapped:
-        state.origin = f"{r.name} vjp"
+        state.origin = f"{Recorded._make(fields).name} vjp"
     to: dict[int, np.dtype] = {}
     if left and plan.widens and not wrapped:  # operands that get no other cotangent, and no sum of one
         for i in plan.wanted:
-            v = r.inputs[i]
+            v = inputs[i]
             if left.get(v) == 1 and v not in cots and tape.live[v][0] == tape.live[outputs[0]][0]:
                 to[i] = short[v]
-    found = _pull(r, g, xp, wrapped, wide, mine, make, to)
-    if not wrapped and plan.op is INDEX_SET and plan.wanted[0] == 0 and r.inputs[0] not in cots:
-        owned.add(r.inputs[0])  # nobody else holds the memory of the cotangent of an array before a write
+    found = _pull(fields, g, xp, wrapped, wide, mine, make, to)
+    if not wrapped and plan.op is INDEX_SET and plan.wanted[0] == 0 and inputs[0] not in cots:
+        owned.add(inputs[0])  # nobody else holds the memory of the cotangent of an array before a write
     if anomaly.mode.on:
-        anomaly.check_cotangents(r, g, found)
+        anomaly.check_cotangents(Recorded._make(fields), g, found)
     return zip(plan.wanted, found, strict=True)
 
 
@@ -362,7 +362,7 @@ def _expand(
 
 
 def _pull(
-    r: Recorded,
+    fields: tuple[Any, ...],
     g: Any,
     xp: Any,
     wrapped: bool,
@@ -373,8 +373,9 @@ def _pull(
 ) -> list[Any]:
     """Cotangents of the watched operands by the rules, in the general case. ``wide``: short floats in float32; the
     memory of ``g`` may be written to where it is ``mine``; ``to``: dtypes to which one launch rounds, by operand."""
-    plan = r.plan
+    plan, inputs, outputs, kept = fields[:4]
     if plan.pulls is None and plan.together is None:
+        r = Recorded._make(fields)
         if hasattr(plan.op, "pull"):
             return plan.op.pull(r, g, wrapped)
         if plan.op.decompose is None:
@@ -385,9 +386,8 @@ def _pull(
             if out is not NotImplemented:
                 return list(out)
         return _pull_decomposed(r, g, wrapped, wide, make)
-    kept = r.kept
     if wrapped:
-        names = (*r.inputs, *r.outputs)
+        names = (*inputs, *outputs)
         values = [
             named(b, v) if type(v) is int else b for b, v in zip(kept, (names[p] for p in plan.saves), strict=False)
         ]

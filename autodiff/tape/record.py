@@ -153,11 +153,14 @@ class VJPPlan:
 
     def others(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
         """What ``rest`` names of a call."""
-        avals = argument_avals(args)
-        found = []
+        found: list[Any] = []
         for n in self.rest:
-            where = n.where
-            found.append(params[where] if n.kind == "param" else avals[where] if n.kind == "like" else avals[where:])
+            if n.kind == "param":
+                found.append(params[n.where])
+            elif n.kind == "like":
+                found += argument_avals((args[n.where],))
+            else:
+                found.append(argument_avals(args[n.where :]))
         return tuple(found)
 
 

@@ -159,6 +159,19 @@ def test_linear_cross_entropy_in_tiles(monkeypatch, dtype):
                 mt.nn.linear_cross_entropy(hidden, weight.mT, mt.asarray(labels))
 
 
+def test_rows_of_a_stack_times_a_matrix_are_one_call_and_its_gradient_one_product():
+    x, w = mt.asarray(np.arange(24.0).reshape(2, 3, 4)), mt.asarray(np.arange(20.0).reshape(4, 5))
+    with meshtape.Tape() as tape:
+        tape.watch(x, w)
+        y = lce.linear(x, w)
+    assert [e.op.name for e in tape.entries] == ["matmul"]
+    g = np.arange(30.0).reshape(2, 3, 5)
+    dx, dw = tape.gradient(y, [x, w], mt.asarray(g))
+    np.testing.assert_array_equal(y, np.asarray(x) @ np.asarray(w))
+    np.testing.assert_array_equal(dx, g @ np.asarray(w).T)
+    np.testing.assert_array_equal(dw, np.asarray(x).reshape(6, 4).T @ g.reshape(6, 5))
+
+
 def test_linear_cross_entropy_holds_no_logits():
     hidden, weight = mt.zeros((4096, 2), dtype=mt.float32), mt.zeros((2, 6000), dtype=mt.float32)
     step = meshtape.value_and_grad(lambda p: mt.nn.linear_cross_entropy(*p, mt.zeros(4096, dtype=mt.int64)))

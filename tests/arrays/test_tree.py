@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
@@ -93,6 +95,24 @@ def test_structures_that_differ():
     assert flatten([1])[1] != flatten((1,))[1]
     assert flatten(Pair(1, 2))[1] != flatten((1, 2))[1]
     assert flatten(None)[1] != flatten([])[1]
+
+
+def test_equal_structures_are_one_object_unless_they_hold_objects_of_the_users():
+    def structure(x: Any) -> Any:
+        return flatten({"a": [1, {"b": x}], "c": (2, Pair(3, None))})[1]
+
+    class Holder(list):
+        pass
+
+    assert structure(4) is structure(5)
+    assert structure({True: 1}) != structure({1: 1})
+    held = Opaque(1)
+    gone, x = weakref.ref(held), Holder([1])
+    x.note = held
+    assert structure(x) == structure(x)
+    del held, x
+    gc.collect()
+    assert gone() is None
 
 
 def test_kinds_of_dicts():
