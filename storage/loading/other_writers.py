@@ -8,6 +8,7 @@ from typing import Any
 from ...arrays.core.errors import CorruptCheckpoint
 from ..base import strict_json
 from ..base.checksums import crc32c
+from ..commit.protocol import protocol_of
 from ..format import manifest
 from ..stores import store as stores
 
@@ -24,9 +25,20 @@ def refuse_changed(root: str, held: manifest.Manifest) -> None:
     """
     if held.zarr is None or len(held.arrays) > MOST:
         return
+    # In an object store the group's file of a checkpoint that replaces another comes after its manifest, and before its
+    # claim goes.
+    if _changes(root, held) and not protocol_of(root).is_begun(root) and (changed := _changes(root, held)):
+        raise CorruptCheckpoint(
+            f"{root}: another program wrote to its Zarr files after it was saved, and {manifest.FILE} does not know "
+            f"of it: {'; '.join(changed[:8])}. Its chunks are no longer all checked: read it with zarr or xarray, and "
+            f"save that; or delete {manifest.FILE}, and it opens as a Zarr hierarchy of another writer"
+        )
+
+
+def _changes(root: str, held: manifest.Manifest) -> list[str]:
     group, text = _node(root, "zarr.json")
     if not text or crc32c(text) == held.zarr:
-        return
+        return []
     changed = []
     own = {e.directory: e for e in held.arrays if e.packs is None}
     for directory, entry in own.items():
@@ -39,12 +51,7 @@ def refuse_changed(root: str, held: manifest.Manifest) -> None:
     if isinstance(nodes, dict):
         added = [n for n, node in nodes.items() if isinstance(node, dict) and node.get("node_type") == "array"]
         changed += [f"array {n!r} is new" for n in added if n not in own]
-    if changed:
-        raise CorruptCheckpoint(
-            f"{root}: another program wrote to its Zarr files after it was saved, and {manifest.FILE} does not know "
-            f"of it: {'; '.join(changed[:8])}. Its chunks are no longer all checked: read it with zarr or xarray, and "
-            f"save that; or delete {manifest.FILE}, and it opens as a Zarr hierarchy of another writer"
-        )
+    return changed
 
 
 def _node(root: str, file: str) -> tuple[dict[str, Any], bytes]:

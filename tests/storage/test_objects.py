@@ -176,6 +176,47 @@ def test_the_manager(kit, place):
         open_checkpoint(f"{place}/run")
 
 
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_checkpoint_whose_group_comes_next_is_whole(place, pack, before, killed, monkeypatch):
+    """Zarr's metadata of the group comes after a manifest that replaces another: until then it tells of other arrays."""
+    old, new = ({"a": np.full((2, 2), i), name: np.full(3, i)} for i, name in ((1, "old"), (2, "new")))
+    place = f"{place}/at"
+    save(place, old, step=1, pack=before)
+    put, end = object_store.ObjectStore.put, object_commit.ObjectFolder.end
+    looks = []
+
+    class Killed(BaseException):
+        pass
+
+    def look(self, name, *args, **kwargs):
+        if name == "zarr.json" and not looks:
+            looks.append((load(place)["new"].tolist(), storage.verify(place).arrays))
+            if killed:
+                raise Killed
+        return put(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(object_store.ObjectStore, "put", look)
+    if killed:  # nothing is tidied up
+        monkeypatch.setattr(object_commit.ObjectFolder, "end", lambda self, committed: None)
+    try:
+        save(place, new, step=2, overwrite=True, pack=pack)
+        assert not killed
+    except Killed:
+        pass
+    assert looks == [([2, 2, 2], 2)]
+    monkeypatch.setattr(object_store.ObjectStore, "put", put)
+    monkeypatch.setattr(object_commit.ObjectFolder, "end", end)
+    if killed:
+        assert storage.verify(place).arrays == 2
+        monkeypatch.setattr(object_commit, "why_gone", lambda *args: "killed")
+        object_commit.recover(place)
+    assert not object_commit.is_begun(place)
+    assert load(place)["new"].tolist() == [2, 2, 2]
+    assert storage.verify(place).arrays == 2
+
+
 def test_nothing_that_is_not_ours_is_replaced(place):
     store.at(f"{place}/home").put("thesis.tex", b"x")
     with pytest.raises(errors.CheckpointExists, match="not a checkpoint"):
