@@ -251,10 +251,10 @@ def blocks(
     key: Array | None = None,
     plan: Plan | None = None,
     recompute: Recompute = "none",
-) -> tuple[Array, Any]:
+) -> tuple[Array, Array]:
     """A run of blocks, of which the first has the number ``first``; and the sum of their balance losses."""
     check_recompute(recompute)
-    aux: Any = 0.0
+    aux = asarray(np.float32(0), device=beside(x))
     tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope, beside(x))
     for i, layer in enumerate(layers):
         block_key = None if key is None else random.fold_in(key, first + i)
@@ -263,7 +263,7 @@ def blocks(
             return _block(layer, x, config, tables, block_key, plan)
 
         x, loss = (checkpoint(run) if recompute == "blocks" else run)(layer, x)
-        aux = aux + loss
+        aux = aux if loss is None else aux + loss
     return x, aux
 
 
@@ -291,7 +291,7 @@ def _block(
     attended = constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
     h, x = nn.add_rms_norm(x, attended, c.width, p["ffn_norm"], eps=c.eps)
     h = constrained(plan, h, "region")
-    aux: Any = asarray(np.float32(0), device=beside(x))
+    aux = None
     if c.experts is None:
         f = p["ffn"]
         out = linear(nn.swiglu(linear(h, f["gate"]), linear(h, f["up"])), f["down"])
