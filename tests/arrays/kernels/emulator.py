@@ -27,7 +27,7 @@ from meshtape.arrays.kernels.launch import NAMES, Properties, source
 HEADER = Path(__file__).with_name("emulation.h")
 COMPILER = shutil.which("g++")
 FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
     *(
         "-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",

@@ -204,7 +204,7 @@ def test_calls_that_are_not_served(emulator: Any, place: Any, monkeypatch: pytes
     assert kernels._Call(*given[:3], given[3:6]).is_served()
     for i, shape in ((0, (2**20, 4)), (1, (2**20, 2**11)), (2, (2**20, 2**11))):
         given[i] = np.broadcast_to(given[i][:1, :1], shape)
-    monkeypatch.setattr(kernels, "contiguous", lambda a: a)
+    monkeypatch.setattr(kernels, "contiguous", lambda a, dtype: a)
     assert kernels.experts(*given) is NotImplemented
     assert kernels.experts_backward(given[0], *given) is NotImplemented
     assert not emulator.launched
