@@ -24,6 +24,7 @@ from ..base.threads import UPLOADS, in_threads
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
+SHORT = 64 << 10  # bytes of it that are asked for before its length is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,10 @@ class Store(ABC):
     def get(self, name: str) -> bytes:
         """A whole object, such as a table of contents; `CorruptCheckpoint` where it is far too long for one."""
         with contextlib.closing(self.reader(name)) as r:
-            n = r.nbytes
-            if n > LONGEST:
+            first = r.part(0, SHORT)  # whose answer tells the length, too
+            if (n := r.nbytes) > LONGEST:
                 raise CorruptCheckpoint(f"{join(self.root, name)} has {n} bytes, at most {LONGEST} are read at once")
-            return r.part(0, n)
+            return first if n <= len(first) else first + r.part(len(first), n - len(first))
 
     def size(self, name: str) -> int | None:
         """The length of an object, or None where there is none."""

@@ -41,7 +41,6 @@ FIRST_PAUSE = 0.1  # seconds; doubled each time
 CONNECT_TIMEOUT = timedelta(seconds=10)
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte
 _REQUEST = 8 << 20  # bytes of one download
-_SHORT = 256 << 10  # bytes that come with the answer which tells their number
 
 # Where clouds keep the credentials of their own machines: asked where the environment has none.
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity|169\.254\.169\.254")
@@ -257,19 +256,6 @@ class _ObjectReader(Reader):
                 _fetched(self._length, self._where)
         return self._tag
 
-    def short(self) -> bytes | None:
-        """The whole of a short object in one request, None of a longer one."""
-
-        def once() -> bytes | None:
-            found = _obstore().get(self._client, self._key)
-            n = self._seen(found.meta)
-            data = bytes(found.bytes()) if n <= _SHORT else None
-            if data is not None and len(data) != n:
-                raise ConnectionError(f"{len(data)} bytes came of {n}")
-            return data
-
-        return _fetched(once, self._where, "it", _SHORT)
-
     def _length(self) -> int:
         try:
             return self._seen(_obstore().head(self._client, self._key))
@@ -400,13 +386,8 @@ class ObjectStore(Store):
     def get(self, name: str) -> bytes:
         for _ in range(3):
             with contextlib.suppress(CheckpointReplaced):  # between two requests
-                return self._whole(name)
-        return self._whole(name)
-
-    def _whole(self, name: str) -> bytes:
-        # Servers of plain HTTP pack what they send, of which lengths tell nothing.
-        data = _ObjectReader(*self._at(name)).short() if self.writable else None
-        return super().get(name) if data is None else data
+                return super().get(name)
+        return super().get(name)
 
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
         return self._put(name, pieces, "create" if new else "overwrite")
