@@ -27,7 +27,7 @@ def test_attention_leaves_its_square_matrices_out(memory):
         r: memory.kept(3, r, b, s, config) - memory.kept(1, r, b, s, config) for r in ("none", "attention", "blocks")
     }
     inputs, hidden = 4.0 * b * s * 16, 4.0 * b * s * (7 * 16 + 4 * 32 + 2)
-    assert grown["none"] == pytest.approx(grown["attention"], rel=0.01)
+    assert grown["none"] == pytest.approx(grown["attention"], rel=0.05)
     assert grown["none"] == pytest.approx(2 * hidden, rel=0.1)
     assert 2 * inputs < grown["blocks"] < grown["none"]
 
