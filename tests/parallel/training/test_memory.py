@@ -23,11 +23,13 @@ def test_inputs_of_stages_are_held_as_the_schedule_says(memory, kind, more):
 
 def test_attention_leaves_its_square_matrices_out(memory):
     b, s, config = 8, 128, {"width": 16, "heads": 2, "ffn": 32}
-    grown = {
-        r: memory.kept(3, r, b, s, config) - memory.kept(1, r, b, s, config) for r in ("none", "attention", "blocks")
-    }
+
+    def kept(layers, r):  # measured anew, beside other threads than the first time
+        return min(memory.kept(layers, r, b, s, config) for _ in range(2))
+
+    grown = {r: kept(3, r) - kept(1, r) for r in ("none", "attention", "blocks")}
     inputs, hidden = 4.0 * b * s * 16, 4.0 * b * s * (7 * 16 + 4 * 32 + 2)
-    assert grown["none"] == pytest.approx(grown["attention"], rel=0.05)
+    assert grown["none"] == pytest.approx(grown["attention"], rel=0.01)
     assert grown["none"] == pytest.approx(2 * hidden, rel=0.1)
     assert 2 * inputs < grown["blocks"] < grown["none"]
 
