@@ -36,7 +36,8 @@ def host_waits() -> Iterator[list[str]]:
     """The places where this thread waits for a device while the context is open, each with the line that caused it.
 
     On a CPU the list shows where the host would wait if the arrays were on a GPU, but for reads by masks and by index
-    arrays (``x[mask]``, ``x[ids]``, `take`), which NumPy itself does there.
+    arrays (``x[mask]``, ``x[ids]``, `take`), which NumPy itself does there. It has the checks of all labels there; on a
+    GPU those of labels (and indices) that came from host memory, in up to 1 MiB, need no wait.
 
     Examples
     --------
@@ -65,7 +66,8 @@ def host_waits() -> Iterator[list[str]]:
 def index_checks(on: bool) -> Iterator[None]:
     """Whether index arrays on a GPU are checked before they are used, for which the host waits; they are by default.
 
-    Without the check an index out of range wraps around. On a CPU NumPy itself checks, always.
+    Indices that came from host memory, in up to 1 MiB, are checked without a wait. Without the check an index out of
+    range wraps around. On a CPU NumPy itself checks, always.
 
     Examples
     --------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import host_sync
+from ..backends import integer_ranges as ranges
 from ..backends.backend import on_device_of
 from ..core.array import Array
 from ..core.devices import Device, default_device
@@ -87,10 +88,11 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             for a in _true_places(item, x, axis) if masks else [item]:
                 if own and not masks and a.size:
                     _check_range(a._buf, axis, x.shape[axis])
-                elif not masks and not isinstance(a._buf, Deferred | np.ndarray) and not host_sync.checks_indices():
-                    a = _wrapped(a, axis, x.shape[axis])
-                elif not masks:
-                    unchecked.append((a._buf, axis, x.shape[axis]))
+                elif not masks and not _is_known(a._buf, n := x.shape[axis]):
+                    if isinstance(a._buf, np.ndarray) or host_sync.checks_indices():
+                        unchecked.append((a._buf, axis, n))
+                    else:
+                        a = _wrapped(a, axis, n)
                 parsed.append(Slot(len(arrays)))
                 arrays.append(asarray(a._buf, device=where, copy=False) if own and where.kind != "cpu" else a)
                 axis += 1
@@ -166,25 +168,25 @@ def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
     """Raise for an out-of-range index before anything is read, on every backend.
 
     ``indices`` are buffers, each with its axis and the length of that. Those on a GPU need one wait in all."""
-    far = []
+    if indices:
+        host_sync.note("index arrays are checked")
+    wrong: Any = False
     for buf, axis, n in indices:
-        if isinstance(buf, Deferred) or buf.size == 0:
-            continue
         if isinstance(buf, np.ndarray):
             _check_range(buf, axis, n)
-        far.append((buf, axis, n))
-    if not far:
-        return
-    host_sync.note("index arrays are checked")
-    far = [(buf, axis, n) for buf, axis, n in far if not isinstance(buf, np.ndarray)]
-    wrong = None
-    for buf, _, n in far:
+            continue
         with on_device_of(buf):
-            here = ((buf < -n) | (buf >= n)).any()
-            wrong = here if wrong is None else wrong | here
-    if wrong is not None and bool(wrong):
-        for buf, axis, n in far:
+            wrong = ranges.outside(buf, -n, n - 1) | wrong
+    if wrong:
+        for buf, axis, n in indices:
             _check_range(buf, axis, n)
+
+
+def _is_known(buf: Any, n: int) -> bool:
+    """Whether nothing need be read to know that indices are in range, or they are to be known only later."""
+    if isinstance(buf, Deferred) or buf.size == 0:
+        return True
+    return not isinstance(buf, np.ndarray) and ranges.within(buf, -n, n - 1)
 
 
 def _wrapped(index: Array, axis: int, n: int) -> Array:
@@ -192,7 +194,8 @@ def _wrapped(index: Array, axis: int, n: int) -> Array:
     if n == 0 and index.size:
         raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
     with on_device_of(index._buf):
-        return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
+        wide = np.uint64 if index.dtype.kind == "u" else np.int64  # a short index may not hold n
+        return wrap(index._buf.astype(wide, copy=False) % max(n, 1))
 
 
 def _check_range(buf: Any, axis: int, n: int) -> None:

@@ -36,10 +36,10 @@ TABLES = {
     """,
     "steps": """
     others: 0 0 0;
-    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 6 0 0; clipping: 4 0 0; decoder: 162 0 2;
-    decoder, compiled: 152 0 0; decoder, graph: 4 0 0; decoder, donated: 3 0 0; decoder, bfloat16: 142 0 2;
-    decoder, bfloat16, compiled: 133 0 0; experts: 265 0 2; layers: 26 0 0;
-    decoder of a CPU's batch: 162 2 2; encoder of a CPU's batch: 62 3 1; continued from the CPU: 52 3 3;
+    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 6 0 0; clipping: 4 0 0; decoder: 155 0 0;
+    decoder, compiled: 152 0 0; decoder, graph: 4 0 0; decoder, donated: 3 0 0; decoder, bfloat16: 135 0 0;
+    decoder, bfloat16, compiled: 133 0 0; experts: 260 0 0; layers: 26 0 0;
+    decoder of a CPU's batch: 155 2 0; encoder of a CPU's batch: 58 3 0; continued from the CPU: 46 3 2;
     layers, compiled: 15 0 0; layers, graphs: 3 0 0; layers, donated: 3 0 0; experts, graph: 4 0 0;
     """,
 }

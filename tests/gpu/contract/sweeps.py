@@ -1166,8 +1166,23 @@ def _of_bundles() -> int:
 
 def _of_waits() -> dict[str, list[int]]:
     x, chosen = mt.ones((4, 3)), mt.asarray([[0], [1], [0], [1]])
-    labels, w = mt.asarray([0, 1, 2, 0]), mt.ones((2, 3, 3))
+    sent, w = mt.asarray([0, 1, 2, 0]), mt.ones((2, 3, 3))
+    labels = sent + 0
+    marked, masks = mt.asarray([[0, -100, 2, 0]] * 2), mt.asarray([0, 255, 2, 1], mt.uint8)
+    lent = mt.asarray([0, 1])
+    np.from_dlpack(lent, device="cpu", copy=True)
+    kept = waits_of(lambda: x[lent])
+    FAKE.cupy.from_dlpack(lent)
     return {
+        "an index from the host": waits_of(lambda: x[sent]),
+        "a part of an index from the host": waits_of(lambda: x[sent[1:], sent[:-1]]),
+        "an index from the host, at the other end": waits_of(lambda: x[mt.asarray([-4, -1])]),
+        "labels from the host": waits_of(lambda: mt.nn.cross_entropy(x, sent)),
+        "labels with a mark": waits_of(lambda: mt.nn.cross_entropy(x, marked[0], ignore_index=-100)),
+        "labels of bytes with a mark": waits_of(lambda: mt.nn.cross_entropy(x, masks, ignore_index=255)),
+        "nothing but marks": waits_of(lambda: mt.nn.cross_entropy(x[:1], marked[0, 1:2], ignore_index=-100)),
+        "an index that was copied out": kept,
+        "an index that another library holds": waits_of(lambda: x[lent]),
         "a list": waits_of(lambda: x[[0, 2]]),
         "a mask of the host": waits_of(lambda: x[np.asarray([True, False, True, True])]),
         "an index": waits_of(lambda: x[labels]),

@@ -480,6 +480,15 @@ def test_dask_sees_the_bytes_on_the_device(sweep: Sweep) -> None:
 
 def test_each_wait_is_told_once(sweep: Sweep) -> None:
     assert sweep("promises")["waits"] == {
+        "an index from the host": [0, 0],
+        "a part of an index from the host": [0, 0],
+        "an index from the host, at the other end": [0, 0],
+        "labels from the host": [0, 0],
+        "labels with a mark": [0, 0],
+        "labels of bytes with a mark": [0, 0],
+        "nothing but marks": [0, 0],
+        "an index that was copied out": [0, 0],
+        "an index that another library holds": [1, 1],
         "a list": [0, 0],
         "a mask of the host": [0, 0],
         "an index": [1, 1],
