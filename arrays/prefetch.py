@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from .backends.backend import backend_for
-from .backends.integer_ranges import remember
+from .backends.host_sync import remember_range
 from .core import tree as trees
 from .core.array import Array
 from .core.devices import CPU, Device, default_device, device
@@ -142,7 +142,7 @@ class _CudaCopier:
             (buf.data + start).copy_from_host_async(ctypes.c_void_p(staged.ctypes.data), n, self.stream)
             free.record(self.stream)
             self.turn = 1 - self.turn
-        return wrap(remember(buf, host))
+        return wrap(remember_range(buf, host))
 
     def hand_over(self, ready: tuple[Any, Any]) -> Any:
         """Called by the consumer: its stream waits for the copies, and the buffers that it has dropped come back."""

@@ -22,7 +22,7 @@ from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
 from .float8 import FLOAT8, Float8
-from .integer_ranges import remember
+from .host_sync import remember_range
 
 _HELD = "are free, CuPy holds"
 
@@ -114,7 +114,7 @@ class CuPyBackend:
         with self.xp.cuda.Device(where.index), self.memory():
             if host.dtype in FLOAT8 and self.xp.__name__ == "cupy":
                 return Float8(self, self.xp.asarray(host.view(np.uint8)), host.dtype)
-            return remember(self.xp.asarray(host), host)
+            return remember_range(self.xp.asarray(host), host)
 
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""

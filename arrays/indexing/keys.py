@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import host_sync
-from ..backends import integer_ranges as ranges
 from ..backends.backend import on_device_of
 from ..core.array import Array
 from ..core.devices import Device, default_device
@@ -176,7 +175,7 @@ def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
             _check_range(buf, axis, n)
             continue
         with on_device_of(buf):
-            wrong = ranges.outside(buf, -n, n - 1) | wrong
+            wrong = host_sync.any_outside(buf, -n, n - 1) | wrong
     if wrong:
         for buf, axis, n in indices:
             _check_range(buf, axis, n)
@@ -186,7 +185,7 @@ def _is_known(buf: Any, n: int) -> bool:
     """Whether nothing need be read to know that indices are in range, or they are to be known only later."""
     if isinstance(buf, Deferred) or buf.size == 0:
         return True
-    return not isinstance(buf, np.ndarray) and ranges.within(buf, -n, n - 1)
+    return not isinstance(buf, np.ndarray) and host_sync.known_within(buf, -n, n - 1)
 
 
 def _wrapped(index: Array, axis: int, n: int) -> Array:

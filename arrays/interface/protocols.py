@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import host_sync, integer_ranges
+from ..backends import host_sync
 from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
@@ -100,7 +100,7 @@ class Protocols:
             elif not shared:
                 buf, copy = buf.copy(), None  # CuPy itself refuses to copy on the device
             if shared:
-                integer_ranges.forget(buf)
+                host_sync.forget_range(buf)
             extra = {} if copy is None else {"copy": copy}
             return export(
                 buf, read_only=shared and marked, stream=stream, max_version=max_version, dl_device=dl_device, **extra
@@ -132,7 +132,7 @@ class Protocols:
         refuse_watched("__cuda_array_interface__", self)
         # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
         self._buf = buf.view()
-        integer_ranges.forget(buf)
+        host_sync.forget_range(buf)
         interface = dict(self._buf.__cuda_array_interface__)
         interface["data"] = (interface["data"][0], True)
         return interface

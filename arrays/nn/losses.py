@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..backends import host_sync
-from ..backends import integer_ranges as ranges
 from ..backends.backend import on_device_of
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, argument_avals, as_array, as_number
@@ -180,14 +179,14 @@ def _check_labels(name: str, labels: Array, classes: int, ignore_index: int | No
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
-    if not isinstance(buf, np.ndarray) and ranges.within(buf, 0, classes - 1, ignore_index):
+    if not isinstance(buf, np.ndarray) and host_sync.known_within(buf, 0, classes - 1, ignore_index):
         return
     host_sync.note("labels are checked")
     with on_device_of(buf):
         if isinstance(buf, np.ndarray):
             if all_classes(buf, classes):
                 return
-        elif not ranges.outside(buf, 0, classes - 1, ignore_index):
+        elif not host_sync.any_outside(buf, 0, classes - 1, ignore_index):
             return
         wrong = (buf < 0) | (buf >= classes)
         if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
