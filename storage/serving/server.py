@@ -104,7 +104,7 @@ class FileHandler(Handler):
 
             def then(whole: bool) -> None:
                 if answer.error is not None:
-                    self.server.told[path] = (stop, answer.error)
+                    self.server.told[found.etag] = (stop, answer.error)
                 more = (self.server.http.resume, stream, address) if whole and stays else (stream.close,)
                 loop.call_soon_threadsafe(*more)
 
@@ -120,7 +120,7 @@ class FileHandler(Handler):
             return found, 0, 0, None
         start, stop = part
         # A client that takes an answer cut short for a fault of the network asks again: it is told why.
-        ended, error = self.server.told.pop(path, (0, None))
+        ended, error = self.server.told.pop(found.etag, (0, None))
         if error is not None and start < ended:
             raise error
         at = stop if stop - start <= sending.SMALL else min(stop, found.file.cut(start))
@@ -192,7 +192,9 @@ class CheckpointServer(Server):
     ) -> None:
         self.source = ServedCheckpoint(path, follow, missing)
         self.sender = Sender()
-        self.told: dict[str, tuple[int, Exception]] = {}  # what ended answers early, which the next request is told
+        self.told: dict[
+            str, tuple[int, Exception]
+        ] = {}  # by ETag, what ended answers early, which the next request is told
         super().__init__(host=host, port=port, token=token)
 
     @property

@@ -192,7 +192,7 @@ class Selection:
             arrays = converted(arrays, wanted)
             kept = [n for n, t in arrays.items() if t.dtype.name in dtypes.FLOATS and t.dtype != wanted]
             notes += [f"dtype: scales of quantised arrays keep theirs: {some(kept, 3)}"] if kept else []
-        skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
+        skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure, none=True) if picked is None or p in picked]
         paths = {n: ckpt.arrays[n].path for n in arrays}
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
         unread = unread_of(ckpt, keys, drop)

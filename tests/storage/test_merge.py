@@ -33,14 +33,14 @@ def test_layout_index_and_values(kit, tmp_path):
     tree = {
         "layers": [{"w": kit.split(np.arange(48.0).reshape(6, 8) + i, kit.Sharding(host, (0, 1)))} for i in range(4)]
     }
-    tree |= {"flag": np.array(True), "none": np.ones((0, 3), "f4"), "epoch": 3, "fp8": kit.random(kit.DTYPES[-1], (7,))}
+    tree |= {"flag": np.array(True), "none": np.ones((0, 3), "f4"), "epoch": 3, "gone": [None], "fp8": kit.random(kit.DTYPES[-1], (7,))}
     save(tmp_path / "c", tree)
     seen = []
     report = merge(
         tmp_path / "c", tmp_path / "hf", max_shard_bytes=800, progress=lambda done, total: seen.append((done, total))
     )
     assert report.files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert report.skipped == ["epoch"]
+    assert report.skipped == ["epoch", "gone.0"]
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == report.total_size == 4 * 48 * 8 + 1 + 7
     assert list(index["weight_map"]) == sorted(index["weight_map"])

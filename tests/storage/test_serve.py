@@ -333,6 +333,23 @@ def test_damage_that_shows_late_is_told_to_the_next_request(tmp_path, monkeypatc
             assert b"does not fit its crc32c" in text
 
 
+def test_damage_of_a_checkpoint_that_was_replaced_is_not_told_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(virtual_files, "_WINDOW", 1 << 20)
+    values = R.normal(size=(4000, 256)).astype("f4")
+    mt.save(tmp_path / "c", {"w": values})
+    with open(tmp_path / "c" / "w" / "c.0.0", "r+b") as f:
+        f.seek(3_500_000)
+        f.write(b"damaged")
+    with mt.storage.serve(tmp_path / "c", follow=True) as server:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            ask(server.url + "zarr/w/c/0/0")
+        until(lambda: server.told)
+        mt.save(tmp_path / "c", {"w": values + 1}, overwrite=True)
+        assert ask(server.url + "zarr/zarr.json")[0] == 200
+        status, _, found = ask(server.url + "zarr/w/c/0/0")
+        assert (status, found) == (200, (values + 1).tobytes())
+
+
 def test_absent_chunks_of_others_are_refused(tmp_path):
     zarr = pytest.importorskip("zarr")
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
