@@ -270,22 +270,30 @@ class Checkpoint(Mapping[str, StoredArray]):
         return fill(self.structure, lambda leaf: stored[leaf.index])
 
     def below(self, prefix: str) -> Checkpoint:
-        """The part of the checkpoint below a name, or below a group of nested Zarr, with names from there on.
+        """The part of the checkpoint below a name, or below a group of nested Zarr, with names from there on; or the
+        one leaf of that name.
 
-        Raises `CheckpointKeyError` where nothing lies there.
+        Raises `CheckpointKeyError` where nothing lies there, and where a leaf has the name that others begin with.
         """
         if not isinstance(prefix, str):
             raise CheckpointError(f"prefix is the name of a part of the checkpoint, got {prefix!r:.80}")
         starts = f"{prefix.removesuffix('.')}.", f"{prefix.removesuffix('/')}/"
         start = next((s for s in starts if any(name.startswith(s) for name in self.arrays)), starts[0])
+        every = *self.arrays, *self.leaves
+        alone = prefix in every
+        if alone and (more := [n for n in every if n.startswith(start)]):
+            raise CheckpointKeyError(
+                f"{self.path}: {prefix!r} is a leaf, and other names begin with it ({some(more, 3)}): take the leaf by "
+                f"keys={prefix!r}, the others by prefix={start!r}"
+            )
         kept: dict[str, StoredArray] = {}
         for name, a in self.arrays.items():
-            if name.startswith(start):
-                path = _cut(a.path, start)
+            if name.startswith(start) or (alone and name == prefix):
+                path = () if alone else _cut(a.path, start)
                 kept[name] = StoredArray(path, a.tensor, a.sharding_text, a.mesh, a.placements)
         order = {i: n for n, i in enumerate(i for i, name in enumerate(self.arrays) if name in kept)}
-        structure, some = _below(self.structure, start, order)
-        if not some:
+        structure, found = _below(self.structure, start, order, alone)
+        if not found:
             self.refuse_skipped([prefix, f"{prefix}.*"])
             raise CheckpointKeyError(
                 f"{self.path}: nothing lies below {prefix!r}; the first names are {', '.join(list(self.arrays)[:8])}"
@@ -386,19 +394,22 @@ def _cut(path: Path, start: str) -> Path:
     return ()
 
 
-def _below(node: Any, start: str, order: dict[int, int]) -> tuple[Any, bool]:
-    """The part of a tree below a name, its leaves numbered by ``order``; and whether there is any."""
+def _below(node: Any, start: str, order: dict[int, int], alone: bool) -> tuple[Any, bool]:
+    """The part of a tree below a name, its leaves numbered by ``order``; and whether there is any. ``alone``: the leaf
+    of that name."""
     if not start:
         return fill(node, lambda leaf: manifest.Leaf(order[leaf.index])), True
     pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
     out: dict[Any, Any] = {}
     for key, value in pairs:
         text = f"{key}."
+        if start == text and not alone and not isinstance(value, (dict, list, tuple)):
+            continue
         if start.startswith(text):
-            part, some = _below(value, start[len(text) :], order)
-            if some and not isinstance(part, dict):
+            part, found = _below(value, start[len(text) :], order, alone)
+            if found and not isinstance(part, dict):
                 return part, True
-            out.update(part if some else {})
+            out.update(part if found else {})
         elif text.startswith(start):
             out[str(key)[len(start) :]] = fill(value, lambda leaf: manifest.Leaf(order[leaf.index]))
     return out, bool(out)

@@ -206,8 +206,8 @@ def load(
     keys
         Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
     prefix
-        Load only what lies below this name (``"params"``), as if it were the whole. ``rules``, ``keys`` and all else
-        speak of names without it.
+        Load only what lies below this name (``"params"``), as if it were the whole, or the one leaf of this name.
+        ``rules``, ``keys`` and all else speak of names without it.
     cast
         Convert to the dtypes of ``like`` where they differ, instead of refusing.
     allow_overflow

@@ -33,7 +33,13 @@ def test_layout_index_and_values(kit, tmp_path):
     tree = {
         "layers": [{"w": kit.split(np.arange(48.0).reshape(6, 8) + i, kit.Sharding(host, (0, 1)))} for i in range(4)]
     }
-    tree |= {"flag": np.array(True), "none": np.ones((0, 3), "f4"), "epoch": 3, "gone": [None], "fp8": kit.random(kit.DTYPES[-1], (7,))}
+    tree |= {
+        "flag": np.array(True),
+        "none": np.ones((0, 3), "f4"),
+        "epoch": 3,
+        "gone": [None],
+        "fp8": kit.random(kit.DTYPES[-1], (7,)),
+    }
     save(tmp_path / "c", tree)
     seen = []
     report = merge(

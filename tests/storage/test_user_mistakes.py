@@ -351,3 +351,42 @@ def test_what_is_no_text_no_truth_value_and_no_tree(tmp_path: Path) -> None:
     ):
         with pytest.raises(errors.CheckpointError):
             make()
+
+
+# ----- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["zarr", "safetensors", "dcp"])
+def test_a_prefix_that_is_one_leaf_gives_it(tmp_path: Path, form: str) -> None:
+    tree = {"p": {"w": W, "list": [W + 1, W + 2]}, "p.x": W + 3, "step": 1, "none": None}
+    mt.save(tmp_path / "c", tree)
+    storage.convert(tmp_path / "c", given := tmp_path / form, format=form)
+    found = {"p.w": W, "p.list.1": W + 2, "p.x": W + 3} | ({"step": 1, "none": None} if form != "safetensors" else {})
+    for prefix, value in found.items():
+        got = storage.load(given, prefix=prefix)
+        assert got is value if value is None else np.array_equal(got, value)
+        storage.convert(given, tmp_path / f"of {prefix}", format="zarr", prefix=prefix)
+        assert np.array_equal(storage.load(tmp_path / f"of {prefix}"), got)
+        assert storage.verify(tmp_path / f"of {prefix}")
+    storage.merge(given, tmp_path / "merged", prefix="p.w")
+    assert np.array_equal(storage.load(tmp_path / "merged")[""], W)
+
+
+@pytest.mark.parametrize("value", [W, "adam", None])
+def test_a_leaf_whose_name_others_begin_with_is_no_prefix(tmp_path: Path, value: Any) -> None:
+    for i, tree in enumerate([{"opt": value, "opt.m": W, "opt.v": W + 1}, {"opt.m": W, "opt.v": W + 1, "opt": value}]):
+        given = tmp_path / str(i)
+        mt.save(given, tree)
+        calls = {
+            "load": lambda prefix, given=given: storage.load(given, prefix=prefix),
+            "merge": lambda prefix, given=given: storage.merge(given, f"{given}-merged", prefix=prefix),
+            "convert": lambda prefix, given=given: storage.convert(given, f"{given}-c", format="zarr", prefix=prefix),
+        }
+        for call in calls.values():
+            with pytest.raises(errors.CheckpointKeyError, match=r"'opt' is a leaf.*\(opt\.m, opt\.v\).*prefix='opt\.'"):
+                call("opt")
+        assert not Path(f"{given}-merged").exists()
+        assert not Path(f"{given}-c").exists()
+        assert np.array_equal(calls["load"]("opt.")["v"], W + 1)
+        calls["merge"]("opt."), calls["convert"]("opt.")
+        assert sorted(storage.load(f"{given}-merged")) == sorted(storage.load(f"{given}-c")) == ["m", "v"]
