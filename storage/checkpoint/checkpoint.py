@@ -28,6 +28,7 @@ from ..format import manifest
 from ..format.compression import Codec, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
+from ..readers.zarr_tensor import ZarrTensor
 from ..stores import icechunk_store, store
 from ..stores.generations import NONE, Generation, JointGeneration, Listed
 
@@ -353,7 +354,9 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     virtual = bool(held.tags) and icechunk_store.is_versioned(ckpt.path)  # a snapshot itself stays
     if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held
-    listed = Listed.now(ckpt.path, apart=apart)
+    tensors = [a.tensor for a in ckpt.arrays.values()]
+    known = (f for t in tensors if isinstance(t, ZarrTensor) for f in t.files())
+    listed = Listed.now(ckpt.path, apart=apart, known=known)
     return held if listed is NONE else listed
 
 

@@ -119,12 +119,15 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
 
 def _hierarchies(targets: Mapping[str, LoadTarget]) -> list[Generation]:
     """The files of the targets in Zarr hierarchies by others, where any may change by itself."""
-    nodes: dict[str, dict[str, None]] = defaultdict(dict)
+    nodes: dict[str, dict[str, ZarrTensor]] = defaultdict(dict)
     for t in targets.values():
         for leaf in leaves(t.tensor):
             if isinstance(leaf, ZarrTensor) and not isinstance(leaf.generation, Listed):
-                nodes[leaf.root][leaf.node] = None
-    return [Listed.now(root, tuple(below)) for root, below in nodes.items()]
+                nodes[leaf.root][leaf.node] = leaf
+    return [
+        Listed.now(root, tuple(held), known=(f for leaf in held.values() for f in leaf.files()))
+        for root, held in nodes.items()
+    ]
 
 
 def _check(targets: Mapping[str, LoadTarget]) -> None:

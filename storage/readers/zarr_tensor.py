@@ -267,6 +267,12 @@ class ZarrTensor(GridTensor):
         start = f"{self.node}/" if self.node else ""
         return [start + self.key(coord) for coord in itertools.product(*grid)]
 
+    def files(self) -> list[str]:
+        """All files that it may have, below the root: metadata and chunks."""
+        start, old = f"{self.node}/" if self.node else "", self.encoding[0] == "v2"
+        named = [".zarray", ".zattrs"] if old else ["zarr.json"]
+        return [*(start + n for n in named), *self._files(tuple(slice(0, n) for n in self.shape))]
+
     def _pinned(self, index: tuple[slice, ...]) -> tuple[Listed, list[str]]:
         """The generation of the files that a read needs, and these: whoever listed all files pinned them when they were
         opened; a file on a disk is pinned by the first read of it."""

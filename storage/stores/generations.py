@@ -141,26 +141,32 @@ NONE = Generation()
 @dataclass(frozen=True)
 class Listed(Generation):
     """The generation of a Zarr hierarchy by others, where any file may change: the tags of all files below ``root``, or
-    below some folders there. What begins as ``apart`` is written there meanwhile, and does not count."""
+    below some folders there; where nothing lists them (HTTP), of those that are ``known``. What begins as ``apart`` is
+    written there meanwhile, and does not count."""
 
     root: str = ""
     below: tuple[str, ...] = ("",)
     apart: tuple[str, ...] = ()
 
     @classmethod
-    def now(cls, root: str, below: tuple[str, ...] = ("",), apart: tuple[str, ...] = ()) -> Generation:
+    def now(
+        cls, root: str, below: tuple[str, ...] = ("",), apart: tuple[str, ...] = (), known: Iterable[str] = ()
+    ) -> Generation:
         """The generation that lies there."""
         store = stores.at(root)
-        if not store.lists:
+        if store.lists:
+            found = {e.name: e.tag for b in below for e in store.entries(b) if not e.name.startswith(apart)}
+        elif files := list(known):
+            found = {f: tag or ABSENT for f, tag in zip(files, store.tags(files), strict=True)}
+        else:
             return NONE
-        found = {e.name: e.tag for b in below for e in store.entries(b) if not e.name.startswith(apart)}
         return cls(found, root, below, apart)
 
     def path_of(self, file: str) -> str:
         return stores.join(self.root, file)
 
     def check(self) -> None:
-        now = Listed.now(self.root, self.below, self.apart).tags
+        now = Listed.now(self.root, self.below, self.apart, self.tags).tags
         for name in sorted(self.tags.keys() | now.keys()):
             self._refuse(name, now.get(name))
 
