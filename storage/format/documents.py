@@ -19,6 +19,7 @@ from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCh
 from ..base import names
 from ..base.arguments import mapping
 from ..base.checksums import crc32c
+from ..base.threads import UPLOADS, in_threads
 from ..stores import store as stores
 from ..stores.generations import NONE
 from . import manifest
@@ -31,6 +32,13 @@ MARK = re.compile(r"~g[0-9a-f]{8}(?=\Z|\.[a-z]+\Z)")
 """The mark of a writer in a name, see :func:`marked`."""
 _KEPT = (*SUFFIXES, ".md", ".rst", ".py", ".yaml", ".yml")
 _KEPT_NAMES = frozenset(["LICENSE", "LICENCE", "NOTICE", "README", ".gitattributes"])
+_USUAL = (
+    *(f"{n}.json" for n in ("added_tokens", "chat_template", "special_tokens_map", "tokenizer", "tokenizer_config")),
+    *(f"{n}config.json" for n in ("", "adapter_", "generation_", "preprocessor_", "processor_")),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "README.md", "LICENSE"),
+)
+"""The files of models that are asked for where nothing lists what is there."""
 _QUANTIZATION = ("quantization_config", "compression_config")
 _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
 
@@ -169,12 +177,12 @@ class Documents(Mapping[str, Any]):
     def __init__(
         self,
         root: str,
-        held: Mapping[str, tuple[int | None, str]],
+        held: Mapping[str, tuple[int | None, str]] | Callable[[], Mapping[str, tuple[int | None, str]]],
         exported: Mapping[str, str] | None = None,
         index: str = "",
         weights: Iterable[str] = (),
     ) -> None:
-        self._root, self._sums = root, dict(held)  # checksum and file by name
+        self._root, self._held = root, held
         self._put: dict[str, bytes] = {}  # those in place of others
         self.notes: tuple[str, ...] = ()  # for people, of what was changed
         self._weights = frozenset(weights)
@@ -183,6 +191,13 @@ class Documents(Mapping[str, Any]):
         self._exported, self._index = dict(exported or {}), index
         self._edits: dict[str, list[Callable[[bytes], bytes]]] = {}
         self.generation = NONE
+
+    @property
+    def _sums(self) -> Mapping[str, tuple[int | None, str]]:
+        """Checksum and file by name; found when they are asked for, where that takes requests."""
+        if callable(self._held):
+            self._held = self._held()
+        return self._held
 
     def edited(self, name: str, change: Callable[[bytes], bytes], notes: Iterable[str] = ()) -> Documents:
         """The same documents, one of them read through a change. ``notes`` say of it what a user has to know."""
@@ -195,7 +210,7 @@ class Documents(Mapping[str, Any]):
         """The same documents with some given ones in place of others."""
         out, left = copy.copy(self), {*gone, *put}
         out.notes = (*self.notes, *notes)
-        out._sums = {n: at for n, at in self._sums.items() if n not in left} | {n: (None, n) for n in put}
+        out._held = {n: at for n, at in self._sums.items() if n not in left} | {n: (None, n) for n in put}
         out._edits = {n: changes for n, changes in self._edits.items() if n not in left}
         out._put = self._put | put
         return out
@@ -301,8 +316,14 @@ def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None
     ``weights``: the files of its arrays. ``exported``: the checksums of such files in an ``index`` that has its own.
     """
     store = stores.at(root)
-    files = store.files() if store.lists else ["config.json", "generation_config.json"]
-    likely = filter(is_kept, files)
-    found = {n: size for n in likely if (size := store.size(n)) is not None}
-    held = {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES}
-    return Documents(root, held, exported, index, weights)
+
+    def held() -> dict[str, tuple[int | None, str]]:
+        likely = sorted(filter(is_kept, store.files() if store.lists else _USUAL))
+        sizes = in_threads(store.size, likely, UPLOADS, alone=store.lists)
+        return {n: (None, n) for n, size in zip(likely, sizes, strict=True) if size is not None and size <= MAX_NBYTES}
+
+    if store.lists:
+        return Documents(root, held(), exported, index, weights)
+    out = Documents(root, held, exported, index, weights)
+    out.notes = (f"{root}: HTTP lists no files: of its documents those of usual names are taken",)
+    return out

@@ -264,7 +264,7 @@ def _section(x: Any, grid: ChunkGrid) -> Section | None:
 
 def _base(x: Any) -> Base:
     name, identity = x
-    if not isinstance(identity, str) or not 0 < len(identity) < 100:
+    if not isinstance(name, str) or not isinstance(identity, str) or not 0 < len(identity) < 100:
         raise ValueError(f"{str(x)[:80]} is no base")
     return Base(name, identity)
 

@@ -353,6 +353,7 @@ BAD = {
     "above": (says(base=["../x", "meshtape:00000000"]), errors.CorruptCheckpoint, "refused"),
     "absolute": (says(base=["/etc", "meshtape:00000000"]), errors.CorruptCheckpoint, "refused"),
     "below": (says(base=["a/b", "meshtape:00000000"]), errors.CorruptCheckpoint, "not one name"),
+    "null": (says(base=[None, "meshtape:00000000"]), errors.CorruptCheckpoint, "is no base"),
     "no text": (says(base=["a", 7]), errors.CorruptCheckpoint, "no base"),
     "one member": (says(base=["a"]), errors.CorruptCheckpoint, "base"),
     "no base": (without_base, errors.CorruptCheckpoint, "only there together"),

@@ -243,6 +243,29 @@ def test_a_zarr_group_that_cannot_be_listed(odd, tmp_path):
         mt.merge(f"{odd.url}/z", tmp_path / "out")
 
 
+def test_documents_that_nothing_lists(odd, tmp_path):
+    texts = {
+        "config": {"a": 1},
+        "tokenizer": {"b": 2},
+        "merges.txt": "x y",
+        "README.md": "# read",
+        "special.json": "{}",
+    }
+    storage.save(tmp_path / "c", {"w": W}, documents=texts)
+    storage.merge(tmp_path / "c", tmp_path / "hf")
+    odd.root, usual = str(tmp_path), ["README.md", "config.json", "merges.txt", "tokenizer.json"]
+    with storage.serve(tmp_path / "hf") as server:
+        for url in (f"{odd.url}/hf", f"{server.url}safetensors"):
+            odd.log.clear()
+            found = mt.open_checkpoint(url)
+            assert not [path for _, path, _ in odd.log if "tokenizer" in path]  # not before they are asked for
+            assert list(found.documents) == usual
+            report = storage.merge(url, tmp_path / "out", overwrite=True)
+            assert found.documents["tokenizer"] == storage.open_checkpoint(tmp_path / "out").documents["tokenizer"]
+            assert set(usual) < set(os.listdir(tmp_path / "out"))
+            assert [n for n in report.notes if "HTTP lists no files: of its documents those of usual names" in n]
+
+
 def _of_a_document(url, to):
     storage.virtual.write(f"{to}.json", storage.virtual.mean([url, url]))
     return mt.load(f"{to}.json")
