@@ -84,6 +84,8 @@ def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
             raise CheckpointError(f"the tree is nested deeper than {manifest.MAX_DEPTH} levels, at {path[:8]}…")
         if node is None or type(node) in _SCALARS:
             return node
+        if isinstance(node, np.str_):  # of an array of texts
+            return str(node)
         found = None if hasattr(node, "dtype") else children_of(node)
         if found is not None:
             # Of classes the fields are kept: a dict, list or tuple, or for all others a dict of them.

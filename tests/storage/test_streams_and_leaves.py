@@ -151,3 +151,9 @@ def test_a_stream_has_no_place_for_other_things():
         assert not stream.getvalue()
     with pytest.raises(errors.CheckpointError, match="binary mode"):
         save(io.StringIO(), ARRAYS)
+
+
+def test_a_text_of_numpy_is_a_text(tmp_path):
+    mt.save(tmp_path / "c", {"kind": np.array(["adam", "sgd"])[0]})
+    found = mt.load(tmp_path / "c")["kind"]
+    assert (found, type(found)) == ("adam", str)
