@@ -130,7 +130,8 @@ class CuPyBackend:
     def counted(self, numbers: range, dtype: np.dtype, where: Device) -> Any:
         """A buffer of whole numbers in steps, made on the device."""
         with self.xp.cuda.Device(where.index), self.memory():
-            return self.xp.arange(numbers.start, numbers.stop, numbers.step, dtype)
+            buf = self.xp.arange(numbers.start, numbers.stop, numbers.step, dtype)
+        return remember_range(buf, np.array([numbers[0], numbers[-1]], dtype)) if numbers else buf
 
     def memory(self) -> AbstractContextManager[None]:
         """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of

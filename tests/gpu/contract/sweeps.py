@@ -1176,6 +1176,8 @@ def _of_waits() -> dict[str, list[int]]:
     return {
         "an index from the host": waits_of(lambda: x[sent]),
         "a part of an index from the host": waits_of(lambda: x[sent[1:], sent[:-1]]),
+        "places that were counted": waits_of(lambda: x[mt.arange(4)]),
+        "places that were counted down": waits_of(lambda: x[mt.arange(3, -1, -1)]),
         "an index from the host, at the other end": waits_of(lambda: x[mt.asarray([-4, -1])]),
         "labels from the host": waits_of(lambda: mt.nn.cross_entropy(x, sent)),
         "labels with a mark": waits_of(lambda: mt.nn.cross_entropy(x, marked[0], ignore_index=-100)),

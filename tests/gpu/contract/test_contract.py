@@ -482,6 +482,8 @@ def test_each_wait_is_told_once(sweep: Sweep) -> None:
     assert sweep("promises")["waits"] == {
         "an index from the host": [0, 0],
         "a part of an index from the host": [0, 0],
+        "places that were counted": [0, 0],
+        "places that were counted down": [0, 0],
         "an index from the host, at the other end": [0, 0],
         "labels from the host": [0, 0],
         "labels with a mark": [0, 0],
