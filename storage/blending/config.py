@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -129,10 +130,11 @@ class BlendConfig:
     text: str  # as YAML
     said: Mapping[str, Any] = field(default_factory=dict)  # its values
 
-    def models(self) -> list[ModelRef]:
+    @functools.cached_property
+    def models(self) -> tuple[ModelRef, ...]:
         """Every model that is named, the base first."""
         named = [*([self.base] if self.base else []), *(m for s in self.slices for m in _named(s))]
-        return list(dict.fromkeys(named))
+        return tuple(dict.fromkeys(named))
 
 
 def _named(s: Slice) -> Iterator[ModelRef]:

@@ -4,6 +4,7 @@ written, and mergekit as the oracle."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -394,6 +395,37 @@ LAYER_ENTRIES: dict[str, tuple[Any, Any, Any, bool]] = {
     "block_types": (["r", "a"], ["r", "a"], ["r", "a"], True),
     "eos_token_id": ([1, 2, 3, 4], 1, [1, 2, 3, 4], False),
 }
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_work_of_planning_grows_with_the_layers_and_no_faster(tmp_path: Path, stacked: bool) -> None:
+    """Counted are the calls of Python: four times as many layers, from slices or from one model, are four times as
+    many."""
+
+    def planned(n: int) -> int:
+        path = model(tmp_path / str(n), {f"layers.{i}.w": [float(i)] for i in range(1 if stacked else n)})
+        said: Any = {"merge_method": "passthrough", "models": [{"model": path}]}
+        if stacked:
+            said = {
+                "merge_method": "passthrough",
+                "slices": [{"sources": [{"model": path, "layer_range": [0, 1]}]}] * n,
+            }
+        calls = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            made = blended(said)
+        finally:
+            sys.setprofile(None)
+        assert len(made) == n
+        return calls
+
+    planned(1)  # what is imported or cached the first time
+    assert planned(240) < 5 * planned(60)
 
 
 @pytest.mark.parametrize("inner", [False, True])
