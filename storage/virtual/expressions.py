@@ -419,7 +419,7 @@ class Cast(Node):
         arrays = converted({n: a.tensor for n, a in base.arrays.items()}, wanted)
         refuse_lost_fills(arrays)
         documents = base.documents
-        if isinstance(documents, Documents):
+        if isinstance(documents, Documents) and "float8" not in self.dtype:  # of which transformers has no models
             documents = documents.edited("config.json", partial(with_dtype, dtype=self.dtype))
         return computed_from(self, base, arrays, documents=documents)
 
