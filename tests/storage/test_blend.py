@@ -43,7 +43,7 @@ def model(where: Path, arrays: dict[str, Any], documents: dict[str, Any] | None 
 
 def config(method: str, models: list[str], base: str | None = None, weights: Any = None, **parameters: Any) -> Any:
     """A configuration; weights of 1 where the method has them."""
-    own = "weight" in METHODS[method].each
+    own = method in METHODS and "weight" in METHODS[method].each
     held = [
         {"model": m, "parameters": {"weight": 1 if weights is None else weights[i]} if own else {}}
         for i, m in enumerate(models)
@@ -89,6 +89,8 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
     ),
     "slerp": ("slerp", [1, 0], [[0, 1]], {"t": 0.5}, [COS, COS]),
     "slerp of equals": ("slerp", [1, 2], [[1, 2]], {"t": 0.5}, [1, 2]),
+    "multislerp of what no model changed": ("multislerp", [1, 2], [[1, 2]] * 3, {}, [1, 2]),
+    "multislerp of zeros": ("multislerp", None, [[0, 0]] * 3, {}, [0, 0]),
     "slerp of opposites": ("slerp", [1, 0], [[-1, 0]], {"t": 0.25}, [0.5, 0]),
     "slerp of zero": ("slerp", [0, 0], [[3, 4]], {"t": 0.5}, [1.5 * np.sqrt(2), 2 * np.sqrt(2)]),
     "nuslerp": ("nuslerp", None, [[1, 0], [0, 1]], {}, [COS, COS]),
@@ -587,9 +589,14 @@ def test_arrays_that_have_no_place_in_an_adapter_do_not_limit_its_rank(tmp_path:
     report = extract_lora(b, a, tmp_path / "out", rank=4)
     assert (report.ranks, report.left) == ({"w": 4}, ["e.token_type_embeddings.weight"])
     c = model(tmp_path / "more", tuned | {"small.weight": np.zeros((2, 8))})
-    with pytest.raises(CheckpointError, match=r"rank 4 is above that of 'small.weight' with shape \(2, 8\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 4 is above that of 'small.weight' with shape \(2, 8\); give rank=2 or energy=, or .* drop=",
+    ):
         extract_lora(c, a, tmp_path / "none", rank=4)
     assert not (tmp_path / "none").exists()
+    extract_lora(c, a, tmp_path / "two", rank=2)
+    extract_lora(c, a, tmp_path / "without", rank=4, drop=["small.weight"])
 
 
 def test_adapters_of_models_whose_matrices_lie_the_other_way_round(tmp_path):
@@ -710,6 +717,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "block twice": ("merge_method: linear\nparameters: {}\nparameters: {}", "the key 'parameters' is given twice"),
     "no file": ("nothing.yml", "no file of a configuration"),
     "no YAML": ("merge_method: [", "no YAML"),
+    "an unknown method with parameters": (
+        config("tise", [A], BASE, lamda=1) | {"models": [{"model": A, "parameters": {"wieght": 1}}]},
+        r"no merge_method 'tise'; close is 'ties'.*\n.*no key 'wieght'; close is 'weight'.*\n.*no key 'lamda'",
+    ),
     "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),
 }
 
