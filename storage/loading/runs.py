@@ -77,24 +77,28 @@ def warn_of_others(directory: str, steps: Collection[str] = (), stacklevel: int 
 
 def of_others(directory: str, most: int = 0) -> Others:
     """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
-    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest of a word alone."""
+    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest of a word alone, and
+    at two words that have any."""
     if not (stores.is_url(directory) or os.path.isdir(directory)):
         return {}
     there, folders = stores.at(directory), folders_of(directory)
     if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
         return {}
     found: Others = {}
-    words: dict[str, list[str]] = {}
+    words, opened = dict[str, list[str]](), set[str]()
     for name in sorted(filter(numbered.series, folders), key=numbered.series):
         words.setdefault(numbered.series(name)[0], []).append(name)
-    for name in (n for names in words.values() for n in names[-most:]):
+    for word, name in ((w, n) for w, names in words.items() for n in names[-most:]):
+        if most and len(opened) > 1:
+            break
         try:
             found[name] = ckpt = open_checkpoint(stores.join(directory, name))
             if ckpt.manifest is not None:  # that of one which was just replaced
                 return {}
+            opened.add(word)
         except CheckpointError as e:
             found[name] = e
-    return found if any(isinstance(c, Checkpoint) for c in found.values()) else {}
+    return found if opened else {}
 
 
 def one_run(directory: str, others: Others) -> Others:

@@ -14,6 +14,7 @@ from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage import virtual
 from meshtape.storage.browse.model.runs import history
+from meshtape.storage.loading import runs
 from meshtape.storage.loading.runs import is_run
 from meshtape.storage.stores import store as stores
 
@@ -149,6 +150,14 @@ def test_a_folder_of_models_is_no_run(tmp_path: Path, names: tuple[str, ...]) ->
     for look in (virtual.mean, lambda run: virtual.ema(run, decay=0.5)):
         with pytest.raises(errors.CheckpointError, match=r"no run.*a list of checkpoints"):
             look(tmp_path)
+
+
+def test_few_checkpoints_are_opened_to_tell_that_a_folder_is_no_run(tmp_path: Path, monkeypatch) -> None:
+    models(tmp_path, *(f"model-{chr(97 + i)}-{k}" for i in range(20) for k in range(12)))
+    opened = []
+    monkeypatch.setattr(runs, "open_checkpoint", lambda path: opened.append(path) or mt.open_checkpoint(path))
+    assert not is_run(str(tmp_path))
+    assert len(opened) < 20
 
 
 @pytest.mark.parametrize(
