@@ -50,7 +50,7 @@ def show(path: str, as_json: bool) -> bool:
     if not is_run(path) and not left:
         return False
     run = history(path)
-    warn_of_others(path)
+    warn_of_others(path, [s.name for s in run.steps if s.kind != "meshtape"])
     line = {s.name for s in run.branch.line(run.complete)}
     latest, best = run.latest, run.best
     rows: list[dict[str, Any]] = [

@@ -119,8 +119,8 @@ class Blend(ex.Node):
                 f"config is a mapping and seed a whole number, got {self.config!r:.40} and {self.seed!r:.40}"
             )
         parsed = self.parsed or read_config(self.config)
-        if len(parsed.models()) != len(self.of):
-            raise CheckpointError(f"the configuration names {count(len(parsed.models()), 'model')}, got {len(self.of)}")
+        if len(parsed.models) != len(self.of):
+            raise CheckpointError(f"the configuration names {count(len(parsed.models), 'model')}, got {len(self.of)}")
         if len(parsed.slices) > ex.MOST_READS:
             raise CheckpointError(
                 f"the configuration has {len(parsed.slices)} slices, at most {ex.MOST_READS} are allowed"
@@ -150,7 +150,7 @@ def _blended(
 ) -> tuple[Checkpoint, Planner]:
     held = Sources()
     try:
-        models = [held.add(m.path if m.lora is None else lora(m.path, m.lora)) for m in config.models()]
+        models = [held.add(m.path if m.lora is None else lora(m.path, m.lora)) for m in config.models]
     except NotACheckpoint as e:
         if "no such file" not in str(e):
             raise
@@ -169,7 +169,7 @@ def _documents(config: BlendConfig, plan: Planner) -> Documents:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
         out = {n: data for n, data in out.items() if not n.startswith((*FILES, TEMPLATE))} | plan.vocabulary.documents
-        own = plan.vocabulary.models[config.models()[0]]
+        own = plan.vocabulary.models[config.models[0]]
         for name in [n for n in ("config.json", "generation_config.json") if n in out]:
             out[name], notes = renumbered(name, out[name], own, plan.vocabulary.tokens)
             plan.notes += notes
@@ -249,7 +249,7 @@ def blend(
         options = {**options, "keys": None, "drop": None}  # type: ignore[assignment]
     ckpt, plan = _blended(said, seed, keys, drop, integers)
     target = store.location(dst)
-    sources = [store.location(x) for m in said.models() for x in (m.path, m.lora) if x]
+    sources = [store.location(x) for m in said.models for x in (m.path, m.lora) if x]
     if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)

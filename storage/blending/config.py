@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -61,6 +62,7 @@ METHODS: dict[str, MethodSpec] = {
     "della_linear": _vectors(rescale=True, epsilon=0.15),
 }
 _WITHOUT_EFFECT = frozenset(["int8_mask"])  # of results
+_ALL = list(dict.fromkeys([*(p for m in METHODS.values() for p in (*m.shared, *m.each)), *_WITHOUT_EFFECT]))
 
 
 @dataclass(frozen=True, order=True)
@@ -129,10 +131,11 @@ class BlendConfig:
     text: str  # as YAML
     said: Mapping[str, Any] = field(default_factory=dict)  # its values
 
-    def models(self) -> list[ModelRef]:
+    @functools.cached_property
+    def models(self) -> tuple[ModelRef, ...]:
         """Every model that is named, the base first."""
         named = [*([self.base] if self.base else []), *(m for s in self.slices for m in _named(s))]
-        return list(dict.fromkeys(named))
+        return tuple(dict.fromkeys(named))
 
 
 def _named(s: Slice) -> Iterator[ModelRef]:
@@ -207,9 +210,9 @@ def _parsed(text: str) -> Any:
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
             keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            names = [key.value for key in keys]
+            names = {key.value: i for i, key in reversed([*enumerate(keys)])}  # the first of each
             for i, key in enumerate(keys):
-                if key.value in names[:i]:
+                if names[key.value] < i:
                     problem = f"the key {key.value!r} is given twice"
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             return node
@@ -245,6 +248,8 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
         close = get_close_matches(str(method), METHODS, 1)
         hint = f"; close is {close[0]!r}" if close else ""
         problems.append(f"there is no merge_method {method!r}{hint}; there are {', '.join(METHODS)}")
+        for given in _given(said):
+            problems.unknown("parameters:", given, _ALL)
         return None
     given = [k for k in ("models", "slices", "modules") if said.get(k)]
     if len(given) != 1:
@@ -301,6 +306,12 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
         )
     parts = tuple(slices), base, tuple(parameters)
     return BlendConfig(method, *parts, **names, tokenizer=tokenizer, chat_template=template, text=text)
+
+
+def _given(node: Any) -> Iterator[Mapping[str, Any]]:
+    """All that stands under parameters: anywhere."""
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ():
+        yield from [value] if key == "parameters" and isinstance(value, Mapping) else _given(value)
 
 
 def _list(said: Any, what: str, problems: Problems) -> list[Mapping[str, Any]]:

@@ -167,7 +167,9 @@ def extract_lora(
                 left.append(n)
                 continue
             if rank is not None and rank > min(delta.shape):
-                raise CheckpointError(f"rank {rank} is above that of {n!r} with shape {delta.shape}")
+                least = min(min(new[m].shape) for m in wanted if _is_module(m, new[m]))
+                told = f"rank {rank} is above that of {n!r} with shape {delta.shape}"
+                raise CheckpointError(f"{told}; give rank={least} or energy=, or leave it out with drop=")
             if not np.isfinite(delta).all():
                 raise CheckpointError(f"{n!r} has values that are not finite, which have no decomposition")
             module = n.removesuffix(".weight")

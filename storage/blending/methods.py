@@ -389,7 +389,7 @@ class Directions(Formula):
         if not np.isfinite(out).all():
             raise CheckpointError(
                 f"key {tensor.name!r}: {self.kind} has no result for these sources, which have no common direction "
-                "(opposite or all zero)"
+                "(such as opposite ones)"
             )
         return out
 
@@ -437,6 +437,8 @@ def multislerp(products: np.ndarray, weights: Sequence[float], options: dict[str
     if options["normalize_weights"]:
         w = w / w.sum()
     length = _lengths(products)
+    if not length.any():  # as of an array that no model changed
+        return length
     units = products / np.outer(length + eps, length + eps)
     norm = math.sqrt(max(w @ units @ w, 0))
     if norm < eps:

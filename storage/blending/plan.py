@@ -97,10 +97,20 @@ class Parent:
                 out.setdefault(key, set()).add(tuple(self.tensors[n].shape))
         return out
 
+    @functools.cached_property
+    def depths(self) -> dict[str, int]:
+        """How many layers each stack has, by the prefix of its names."""
+        return {prefix: i + 1 for i in sorted(self.layers) for prefix, _ in self.layers[i]}
+
+    @functools.cached_property
+    def kinds(self) -> list[frozenset[tuple[str, str]]]:
+        """The different sets of keys that layers have."""
+        return list(dict.fromkeys(map(frozenset, self.layers.values())))
+
     @property
     def count(self) -> int:
         """How many layers it has."""
-        return max(self.layers, default=-1) + 1
+        return max(self.depths.values(), default=0)
 
     def tied(self, name: str) -> str | None:
         """The array that stands for one that is not stored as it is the same."""
@@ -139,7 +149,7 @@ class Planner:
         integers: str,
     ) -> None:
         self.config, self.seed, self.integers = config, seed, integers
-        self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
+        self.parents = {m: Parent.of(c) for m, c in zip(config.models, made, strict=True)}
         known = {n for p in self.parents.values() for n in p.tensors}
         self._wanted = chooser(keys, drop, known)
         self.names: list[str] = []  # of all arrays, wanted or not
@@ -183,7 +193,7 @@ class Planner:
     @property
     def donor(self) -> Parent:
         """The model whose documents go along: the base, or the first."""
-        return self.parents[self.config.models()[0]]
+        return self.parents[self.config.models[0]]
 
     def _plan(self) -> None:
         first, last, unknown = self.config.slices[0], self.config.slices[-1], list[str]()
@@ -212,7 +222,7 @@ class Planner:
 
     @property
     def _where(self) -> ModelRef:
-        return self.config.models()[0]
+        return self.config.models[0]
 
     def _not_of(self, m: Any) -> str:
         return f"{m} makes no model with {self._where}{', whose config.json is written' if self.donor.config else ''}"
@@ -262,7 +272,7 @@ class Planner:
             return
         (n,) = lengths
         ranged = any(x.layers for x in s.sources)
-        prefixes = {k[0] for x in s.sources for held in self.parents[x.model].layers.values() for k in held}
+        prefixes = {prefix for x in s.sources for prefix in self.parents[x.model].depths}
         if ranged and len(prefixes) > 1:
             self._faults.add(
                 "layer_range: is not clear, as a model has several stacks of layers", ", ".join(sorted(prefixes))
@@ -279,13 +289,13 @@ class Planner:
             for prefix, rest in dict.fromkeys(k for held in at for k in held):
                 name = f"{prefix}{self.layers + j}{rest}"
                 names = [held.get((prefix, rest)) for held in at]
-                depth = self._depth(s, prefix) if not ranged else n
+                depth = n if ranged else self.parents[s.sources[0].model].depths.get(prefix, 1)
                 self._tensor(s, name, names, j / (depth - 1) if depth > 1 else 1.0, (prefix, rest))
         self.layers += n
 
     def _layer(self, s: Slice, keys: set[tuple[str, str]]) -> None:
         """Look for the arrays that a layer of the model has whose ``config.json`` is written."""
-        kinds = [set(held) for held in self.donor.layers.values()]
+        kinds = self.donor.kinds
         if self._where in [x.model for x in s.sources] or not kinds:
             return
         closest = max(kinds, key=lambda held: len(held & keys))
@@ -310,10 +320,6 @@ class Planner:
         else:
             return True
         return False
-
-    def _depth(self, s: Slice, prefix: str) -> int:
-        held = self.parents[s.sources[0].model].layers
-        return max((i + 1 for i, keys in held.items() if any(k[0] == prefix for k in keys)), default=1)
 
     # ----- one tensor -------------------------------------------------------------------------------------------------
 

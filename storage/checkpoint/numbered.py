@@ -20,7 +20,7 @@ METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
 DELTA = "meshtape.delta"
 """The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
-_SERIES = re.compile(r"(?!.*tmp)([^\d.]*)(\d+)")
+_SERIES = re.compile(r"(?!.*tmp)((?:[^\d.]*(?:[^\w.]|_|(?i:step|epoch|iter|iteration|checkpoint|ckpt|update)))?)(\d+)")
 _LOOKS = 100  # at a directory, while another process rotates it
 
 
@@ -46,9 +46,10 @@ def name(step: int) -> str:
 
 
 def series(folder: str) -> tuple[str, int] | None:
-    """The word and the number of a folder that writers of any kind may give to a step; None where it has none.
+    """The word and the number of a folder that writers of any kind may give to a step; None where it has none. A number
+    right behind a letter is a step's only after a word for steps.
 
-    >>> series("checkpoint-500"), series("global_step7"), series("100"), series("step-3.tmp-1"), series("v1.5")
+    >>> series("checkpoint-500"), series("global_step7"), series("100"), series("step-3.tmp-1"), series("llama3")
     (('checkpoint-', 500), ('global_step', 7), ('', 100), None, None)
     """
     found = _SERIES.fullmatch(folder)

@@ -161,10 +161,11 @@ def check_storable(dtype: np.dtype, name: str) -> np.dtype:
     return row.dtype
 
 
-def safetensors_name(dtype: np.dtype, where: str = "tensor") -> str:
-    """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none."""
+def safetensors_name(dtype: np.dtype, where: str = "tensor", cure: str = "leave it out with drop=") -> str:
+    """The safetensors name of ``dtype``; `CheckpointDTypeError` naming ``where`` when that format has none. ``cure`` is
+    that of dtypes that no checkpoint holds."""
     row = _row_of(dtype)
     if row is None or row.safetensors is None:
-        cure = "cast it by a rule, or keep the Zarr form" if row is not None else "leave it out with drop="
+        cure = "cast it by a rule, or keep the Zarr form" if row is not None else cure
         raise CheckpointDTypeError(f"{where}: dtype {dtype} has no safetensors form; {cure}")
     return row.safetensors

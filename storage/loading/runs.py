@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
-from collections import Counter
+from collections.abc import Collection, Iterable
 
 from ...arrays.core.errors import CheckpointError
 from ..checkpoint import numbered
@@ -21,6 +22,7 @@ from ..format import manifest
 from ..stores import store as stores
 from .open import open_checkpoint
 
+Others = dict[str, Checkpoint | CheckpointError]
 _LOOKS = 8  # at the newest folders, to tell whether any is a checkpoint
 
 
@@ -35,7 +37,7 @@ def folders_of(directory: str) -> list[str]:
 def is_run(directory: str) -> bool:
     """Whether a directory has the checkpoints of a `CheckpointManager`, or numbered ones of another writer."""
     try:
-        return bool(numbered.listed(folders_of(directory)) or of_others(directory, _LOOKS))
+        return bool(numbered.listed(folders_of(directory)) or one_run(directory, of_others(directory, _LOOKS)))
     except (OSError, CheckpointError):
         return False
 
@@ -56,32 +58,60 @@ def beside(directory: str, *, ours: bool = False) -> list[str]:
     return found
 
 
-def warn_of_others(directory: str, stacklevel: int = 3) -> None:
-    """Warn of checkpoints that lie beside a run and do not belong to it."""
-    if names := beside(directory, ours=True):
-        warnings.warn(
-            f"{directory}: {', '.join(names)} are of another writer, and no steps of this run; name each by its path",
-            stacklevel=stacklevel,
-        )
+def warn_of_others(directory: str, steps: Collection[str] = (), stacklevel: int = 3) -> None:
+    """Warn of checkpoints that lie beside a run and do not belong to it. ``steps`` has those of another writer's."""
+    names, why = [], ""
+    if not steps:
+        names, why = beside(directory, ours=True), " of another writer"
+    for name in folders_of(directory) if steps else ():
+        path = stores.join(directory, name)
+        if name in steps or re.match(r"\.|.*(tmp|\.old-)", name) or not (stores.is_url(path) or os.path.isdir(path)):
+            continue
+        with contextlib.suppress(CheckpointError, OSError):
+            open_checkpoint(path)
+            names.append(name)
+    if names:
+        told = f"checkpoints{why} beside this run are no steps of it: {', '.join(names)}; name each by its path"
+        warnings.warn(f"{directory}: {told}", stacklevel=stacklevel)
 
 
-def of_others(directory: str, most: int = 0) -> dict[str, Checkpoint | CheckpointError]:
+def of_others(directory: str, most: int = 0) -> Others:
     """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
-    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest alone."""
+    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest of a word alone, and
+    at two words that have any."""
     if not (stores.is_url(directory) or os.path.isdir(directory)):
         return {}
     there, folders = stores.at(directory), folders_of(directory)
     if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
         return {}
-    found: dict[str, Checkpoint | CheckpointError] = {}
-    for name in sorted(filter(numbered.series, folders), key=numbered.series)[-most:]:
+    found: Others = {}
+    words, opened = dict[str, list[str]](), set[str]()
+    for name in sorted(filter(numbered.series, folders), key=numbered.series):
+        words.setdefault(numbered.series(name)[0], []).append(name)
+    for word, name in ((w, n) for w, names in words.items() for n in names[-most:]):
+        if most and len(opened) > 1:
+            break
         try:
             found[name] = ckpt = open_checkpoint(stores.join(directory, name))
             if ckpt.manifest is not None:  # that of one which was just replaced
                 return {}
+            opened.add(word)
         except CheckpointError as e:
             found[name] = e
-    return found if any(isinstance(c, Checkpoint) for c in found.values()) else {}
+    return found if opened else {}
+
+
+def one_run(directory: str, others: Others) -> Others:
+    """The same checkpoints. Raises `CheckpointError` where they have several words: they may be models."""
+    found = [n for n, c in others.items() if isinstance(c, Checkpoint)]
+    if len({numbered.series(n)[0] for n in found}) > 1:
+        raise _several(directory, found)
+    return others
+
+
+def _several(directory: str, found: Iterable[str]) -> CheckpointError:
+    told = f"{directory} holds no run, or more than one run: {', '.join(found)}"
+    return CheckpointError(f"{told}; give a list of checkpoints, or the path of one")
 
 
 def steps_of(directory: str, *, warn: bool = False) -> list[Numbered]:
@@ -90,14 +120,14 @@ def steps_of(directory: str, *, warn: bool = False) -> list[Numbered]:
     Raises `CheckpointError` where another writer has left several runs, or a step twice: nobody can tell which is
     meant.
     """
-    if not (others := of_others(directory)):
-        if warn:
-            warn_of_others(directory, 5)
+    others = one_run(directory, of_others(directory))
+    if warn:
+        warn_of_others(directory, others, 5)
+    if not others:
         return numbered.complete(directory, warn)
     found = {n: numbered.series(n) for n, c in others.items() if isinstance(c, Checkpoint)}
-    twice = [step for step, n in Counter(step for _, step in found.values()).items() if n > 1]
-    if twice or len({word for word, _ in found.values()}) > 1:
-        raise CheckpointError(f"{directory} holds more than one run: {', '.join(found)}; give a list of checkpoints")
+    if len({step for _, step in found.values()}) < len(found):
+        raise _several(directory, found)
     for n, e in others.items() if warn else ():
         if n not in found:
             warnings.warn(f"skipped {stores.join(directory, n)}: {e}", stacklevel=3)

@@ -118,9 +118,10 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
         chunks, garbage = icechunk_store.chunk_bytes(place), icechunk_store.collect(place, 0, dry_run=True)
         held = chunks.native_bytes, chunks.inlined_bytes, chunks.virtual_bytes, garbage.bytes_deleted
         return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
-    runs.warn_of_others(where)
+    others = runs.one_run(where, runs.of_others(where))
+    runs.warn_of_others(where, others)
     steps = []
-    for n, c in runs.of_others(where).items():
+    for n, c in others.items():
         if isinstance(c, Checkpoint):
             steps.append(_of_another(store.join(where, n), c, numbered.series(n)[1]))
         else:

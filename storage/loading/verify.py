@@ -106,7 +106,7 @@ def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> Ve
             rest.append(r.path)
         else:
             rest += [stores.join(r.path, name) for name in r.uncovered]
-    return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, ckpt.skipped)
+    return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, list(dict.fromkeys(rest)), ckpt.skipped)
 
 
 def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False) -> VerifyReport:

@@ -63,6 +63,7 @@ _MAX_DEPTH = 127
 _SHORT = 16 << 10  # bytes of a piece that is copied to be written with others
 _JOINED = 256 << 10  # bytes of such pieces that are written at a time
 _ODD_NUMBER = re.compile(rb"[\s:,\[](?:-|[0-9]{21})")  # perhaps: in a text it means nothing
+_FLAT = "tensors is a flat dict of arrays; save nested trees, texts and None with mt.save, and mt.merge exports them"
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
 
 
@@ -418,7 +419,7 @@ def save_safetensors(
     if tensors is None:
         raise CheckpointError("tensors must be a mapping, such as a dict, got None")
     arrays = {name: np.asarray(taken(x, repr(name))) for name, x in mapping("tensors", tensors).items()}
-    rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
+    rows = [(name, dtypes.safetensors_name(a.dtype, repr(name), _FLAT), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:
         head = tensor_sums.sealed(head, [sum_of(pieces_of(arrays[name])) for name in place])

@@ -46,6 +46,11 @@ def scale_beside(name: str, dtype: np.dtype, names: Container[str]) -> str | Non
     return next((s for s in ends if s in names), None)
 
 
+def is_lone_float8(name: str, dtype: np.dtype, names: Container[str]) -> bool:
+    """Whether an array of float8 has no scales beside it, so that its numbers are its values."""
+    return dtype.name in dtypes.FLOATS and is_quantized(dtype) and scale_beside(name, dtype, names) is None
+
+
 @dataclass(frozen=True, slots=True)
 class Unpacked(DerivedTensor):
     """Signed ``bits``-bit numbers, several packed in each int32 of ``source`` along ``axis``.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box
-from ...arrays.core.errors import CheckpointError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError
 from ...arrays.core.tree import Path
 from ..base import names
 from ..checkpoint.checkpoint import Checkpoint
@@ -132,6 +132,15 @@ class Task:
     like: str = ""  # a file to share where it has the same bytes
     dual: str | None = None  # the name of an array of layout "dual"
     base: Any = None  # the tensor from which the array is a delta
+
+
+def refuse_taken(items: Iterable[SaveItem], documents: Iterable[str]) -> None:
+    """Raise `CheckpointKeyError` where a document would have the name of the folder of an array."""
+    folders = {item.directory.casefold(): item.name for item in items}
+    for file in documents:
+        if name := folders.get(file.casefold()):  # some disks tell no cases apart
+            told = f"a document cannot be named {file!r}: the folder of the array {name!r} has that name"
+            raise CheckpointKeyError(f"{told}; choose another for either")
 
 
 def tasks_of(number: int, item: SaveItem, block: Box | None = None) -> Iterator[Task]:

@@ -50,7 +50,7 @@ from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .dual import choose_dual, is_dual
 from .finalize import finish_directory
-from .items import DeltaBase, Record, SaveItem, sizes_of, tasks_of
+from .items import DeltaBase, Record, SaveItem, refuse_taken, sizes_of, tasks_of
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -437,6 +437,7 @@ class _Save:
         kept = manifest.decode_json(manifest.encode_json(dict(mapping("metadata", given.get("metadata"))), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
         self.documents = encode(given.get("documents"))
+        refuse_taken(items, self.documents)
         # Whatever cannot be kept is refused here, before anything is computed or written.
         json.dumps([self.head.step, kept, [v for _, v in scalars]])
         _settle_first(items)

@@ -32,7 +32,7 @@ from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
-from ..rules.dequantized import converted, dequantizes, floating, is_quantized, scaled
+from ..rules.dequantized import converted, dequantizes, floating, is_lone_float8, is_quantized, scaled
 from ..rules.lazy_tensors import with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
@@ -137,14 +137,17 @@ class Selection:
                 )
                 config = plain if left is None else config
             elif without_quantization(config) == config:
-                held_so = [n for n, t in self.arrays.items() if is_quantized(t.dtype)]
+                lone = [n for n, t in self.arrays.items() if is_lone_float8(n, t.dtype, self.arrays)]
+                why = "its dtype stays: transformers casts float8 without scales to it, or to from_pretrained(dtype=)"
+                self.notes += [f"config.json: {why}: {some(lone, 3)}"] if lone else []
+                held_so = [n for n, t in self.arrays.items() if is_quantized(t.dtype) and n not in lone]
                 what = f"quantised, and transformers reads no scales without its entry: {some(held_so, 3)}"
                 self.notes += [f"config.json: does not say that arrays are {what}"] if held_so else []
             # A config that is given is of other weights: transformers would cast to its dtype without a word.
             kinds = {t.dtype.name for t in self.arrays.values() if t.dtype.name in dtypes.FLOATS}
             one = kinds.pop() if not own and len(kinds) == 1 else None
             dtype = self.dtype.name if self.dtype is not None else one
-            found["config.json"] = config if dtype is None else with_dtype(config, dtype)
+            found["config.json"] = config if dtype is None or "float8" in dtype else with_dtype(config, dtype)
         return found
 
     def texts(self) -> dict[str, str]:

@@ -286,21 +286,21 @@ def open_document(where: str) -> Checkpoint:
             if opening.count > MOST_READS:
                 raise CorruptCheckpoint(f"{where}: more than {MOST_READS} checkpoints would be opened")
             try:
-                parents[parent] = ckpt = open_checkpoint(parent.path)
+                parents[parent] = open_checkpoint(parent.path)
             except NotACheckpoint as e:
                 raise ParentChanged(f"{where}: its parent {parent.path} is not there any more: {e}") from None
+        for parent, ckpt in parents.items():  # of which documents are pinned anew before this one
             now = identity_of(ckpt)
             if parent.identity not in ([now] if ckpt.manifest is None else ckpt.manifest.identities):
-                raise ParentChanged(
-                    f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is "
-                    "there"
-                    + (
-                        ". Its files were pinned, so a copy or another time counts, too, and the next commit of a "
-                        "branch of icechunk (@SNAPSHOT stays): virtual.repin pins what is there"
-                        if now[:6] == "files:"
-                        else ""
-                    )
-                )
+                told = f"is another by now: {parent.identity} was pinned, and {now} is there"
+                if now[:6] == "files:":
+                    told += ". Its files were pinned, so a copy or another time counts, too"
+                    if parent.path.startswith("icechunk:"):
+                        told += ", and the next commit of a branch (@SNAPSHOT stays)"
+                if now.startswith(("files:", "virtual:")):
+                    told += f"; virtual.repin of {where} pins what is there, and then of documents that name it"
+                    told += ", innermost first"
+                raise ParentChanged(f"{where}: its parent {parent.path} {told}")
         out = build(node, parents)
     assert out.computed is not None
     out.path, out.computed = where, replace(out.computed, identity=f"virtual:{unsealed(data)[1] or 0:08x}")

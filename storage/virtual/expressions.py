@@ -41,7 +41,7 @@ from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform import layer_entries
 from ..transform.attributes import is_coordinate, refuse_lost_fills, refuse_packed
-from ..transform.model_config import config_of, followed
+from ..transform.model_config import config_of, followed, stands_for
 from . import fitting
 from .computed import Equal, RowIntegers, RowScales, WeightedSum, cancels, working_dtype
 
@@ -203,6 +203,10 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         unread = {**first.skipped, **other.skipped}
         lines += [f"  {n} cannot be read: {unread[n]}" for n in missing + unexpected if n in unread]
         lines += listed(f"missing in {other.path}", missing) + listed(f"only in {other.path}", unexpected)
+        for n in missing + unexpected:
+            lacks = other if n in missing else first
+            if table := stands_for(n, lacks):
+                lines.append(f"  {lacks.path} ties {n} to {table}: mt.storage.blend takes tied models with others")
         kinds += [CheckpointKeyError] * bool(missing or unexpected)
         common = [n for n in first if n in other]
         shapes = [n for n in common if first[n].shape != other[n].shape]
@@ -419,7 +423,7 @@ class Cast(Node):
         arrays = converted({n: a.tensor for n, a in base.arrays.items()}, wanted)
         refuse_lost_fills(arrays)
         documents = base.documents
-        if isinstance(documents, Documents):
+        if isinstance(documents, Documents) and "float8" not in self.dtype:  # of which transformers has no models
             documents = documents.edited("config.json", partial(with_dtype, dtype=self.dtype))
         return computed_from(self, base, arrays, documents=documents)
 

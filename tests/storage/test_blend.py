@@ -4,6 +4,7 @@ written, and mergekit as the oracle."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,7 +43,7 @@ def model(where: Path, arrays: dict[str, Any], documents: dict[str, Any] | None 
 
 def config(method: str, models: list[str], base: str | None = None, weights: Any = None, **parameters: Any) -> Any:
     """A configuration; weights of 1 where the method has them."""
-    own = "weight" in METHODS[method].each
+    own = method in METHODS and "weight" in METHODS[method].each
     held = [
         {"model": m, "parameters": {"weight": 1 if weights is None else weights[i]} if own else {}}
         for i, m in enumerate(models)
@@ -88,6 +89,8 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
     ),
     "slerp": ("slerp", [1, 0], [[0, 1]], {"t": 0.5}, [COS, COS]),
     "slerp of equals": ("slerp", [1, 2], [[1, 2]], {"t": 0.5}, [1, 2]),
+    "multislerp of what no model changed": ("multislerp", [1, 2], [[1, 2]] * 3, {}, [1, 2]),
+    "multislerp of zeros": ("multislerp", None, [[0, 0]] * 3, {}, [0, 0]),
     "slerp of opposites": ("slerp", [1, 0], [[-1, 0]], {"t": 0.25}, [0.5, 0]),
     "slerp of zero": ("slerp", [0, 0], [[3, 4]], {"t": 0.5}, [1.5 * np.sqrt(2), 2 * np.sqrt(2)]),
     "nuslerp": ("nuslerp", None, [[1, 0], [0, 1]], {}, [COS, COS]),
@@ -396,6 +399,37 @@ LAYER_ENTRIES: dict[str, tuple[Any, Any, Any, bool]] = {
 }
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_work_of_planning_grows_with_the_layers_and_no_faster(tmp_path: Path, stacked: bool) -> None:
+    """Counted are the calls of Python: four times as many layers, from slices or from one model, are four times as
+    many."""
+
+    def planned(n: int) -> int:
+        path = model(tmp_path / str(n), {f"layers.{i}.w": [float(i)] for i in range(1 if stacked else n)})
+        said: Any = {"merge_method": "passthrough", "models": [{"model": path}]}
+        if stacked:
+            said = {
+                "merge_method": "passthrough",
+                "slices": [{"sources": [{"model": path, "layer_range": [0, 1]}]}] * n,
+            }
+        calls = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            made = blended(said)
+        finally:
+            sys.setprofile(None)
+        assert len(made) == n
+        return calls
+
+    planned(1)  # what is imported or cached the first time
+    assert planned(240) < 5 * planned(60)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_entries_about_layers_follow_the_slices(tmp_path: Path, inner: bool) -> None:
     places = []
@@ -555,9 +589,14 @@ def test_arrays_that_have_no_place_in_an_adapter_do_not_limit_its_rank(tmp_path:
     report = extract_lora(b, a, tmp_path / "out", rank=4)
     assert (report.ranks, report.left) == ({"w": 4}, ["e.token_type_embeddings.weight"])
     c = model(tmp_path / "more", tuned | {"small.weight": np.zeros((2, 8))})
-    with pytest.raises(CheckpointError, match=r"rank 4 is above that of 'small.weight' with shape \(2, 8\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 4 is above that of 'small.weight' with shape \(2, 8\); give rank=2 or energy=, or .* drop=",
+    ):
         extract_lora(c, a, tmp_path / "none", rank=4)
     assert not (tmp_path / "none").exists()
+    extract_lora(c, a, tmp_path / "two", rank=2)
+    extract_lora(c, a, tmp_path / "without", rank=4, drop=["small.weight"])
 
 
 def test_adapters_of_models_whose_matrices_lie_the_other_way_round(tmp_path):
@@ -678,6 +717,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "block twice": ("merge_method: linear\nparameters: {}\nparameters: {}", "the key 'parameters' is given twice"),
     "no file": ("nothing.yml", "no file of a configuration"),
     "no YAML": ("merge_method: [", "no YAML"),
+    "an unknown method with parameters": (
+        config("tise", [A], BASE, lamda=1) | {"models": [{"model": A, "parameters": {"wieght": 1}}]},
+        r"no merge_method 'tise'; close is 'ties'.*\n.*no key 'wieght'; close is 'weight'.*\n.*no key 'lamda'",
+    ),
     "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),
 }
 

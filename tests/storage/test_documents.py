@@ -89,6 +89,22 @@ def test_names_that_are_refused(tmp_path, name):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_document_and_an_array_share_no_name(tmp_path):
+    for tree in ({"config.json": np.ones(2)}, {"CONFIG": {"json": np.ones(2)}}):
+        for given in ({}, {"layout": "dual"}, {"pack": 1 << 20}):
+            with pytest.raises(
+                errors.CheckpointKeyError, match=r"named 'config.json': the folder of the array .*choose"
+            ):
+                save(tmp_path / "c", tree, documents={"config": {}}, **given)
+    (tmp_path / "hf").mkdir()
+    mt.storage.save_safetensors(tmp_path / "hf" / "model.safetensors", {"config.json": np.ones(2)})
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(errors.CheckpointKeyError, match=r"named 'config.json': the folder of the array"):
+        convert(tmp_path / "hf", tmp_path / "c", format="zarr")
+    assert not (tmp_path / "c").exists()
+    convert(tmp_path / "hf", tmp_path / "c", format="zarr", rules="config.json -> w")
+
+
 def test_what_is_no_document(tmp_path):
     for value in (object(), {"x": float("nan")}, {1: {2, 3}}):
         with pytest.raises(errors.CheckpointError, match="no JSON"):

@@ -223,6 +223,21 @@ def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
         assert [w in note for w, note in zip(wanted, notes, strict=True)] == [True] * len(wanted), notes
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_configuration_of_float8_without_scales_names_a_dtype_that_transformers_reads(
+    tmp_path: Path, dtype: str
+) -> None:
+    said = CONFIG | {"dtype": "float32", "text_config": {"torch_dtype": "bfloat16"}}
+    src = made(tmp_path / "m", said)
+    for n, (source, options) in enumerate(((src, {"dtype": dtype}), (virtual.cast(src, dtype), {}))):
+        report = merge(source, tmp_path / str(n), **options)
+        assert json.loads((tmp_path / str(n) / "config.json").read_text()) == said
+        (note,) = report.notes
+        assert "casts float8 without scales" in note
+        assert "lm_head.weight" in note
+    assert virtual.cast(src, dtype).documents["config.json"] == said
+
+
 def test_entries_by_the_numbers_of_layers_follow(tmp_path: Path) -> None:
     """Members by number, lists that are longer than the model, layers that no entry counts, and those that share."""
     said = {

@@ -14,6 +14,7 @@ from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage import virtual
 from meshtape.storage.browse.model.runs import history
+from meshtape.storage.loading import runs
 from meshtape.storage.loading.runs import is_run
 from meshtape.storage.stores import store as stores
 
@@ -131,6 +132,59 @@ def test_two_runs_in_one_folder_have_no_average(tmp_path: Path, also: str) -> No
     assert len(history(str(tmp_path)).complete) == 4
 
 
+def models(home: Path, *names: str) -> None:
+    for name in names:
+        (home / name).mkdir(parents=True)
+        save_file({"w": np.ones(3, "f4")}, home / name / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "names", [("base", "gemma2", "gpt-small", "llama3"), ("llama2", "llama3"), ("gpt-2", "llama-3", "llama-4")]
+)
+def test_a_folder_of_models_is_no_run(tmp_path: Path, names: tuple[str, ...]) -> None:
+    models(tmp_path, *names)
+    assert not is_run(str(tmp_path))
+    for args in (["ls", tmp_path], ["du", tmp_path], ["derive", "mean", tmp_path, "--out", tmp_path / "m.json"]):
+        done = CliRunner().invoke(main, [*map(str, args)])
+        assert (done.exit_code, done.stdout) == (1, ""), done.output
+    for look in (virtual.mean, lambda run: virtual.ema(run, decay=0.5)):
+        with pytest.raises(errors.CheckpointError, match=r"no run.*a list of checkpoints"):
+            look(tmp_path)
+
+
+def test_few_checkpoints_are_opened_to_tell_that_a_folder_is_no_run(tmp_path: Path, monkeypatch) -> None:
+    models(tmp_path, *(f"model-{chr(97 + i)}-{k}" for i in range(20) for k in range(12)))
+    opened = []
+    monkeypatch.setattr(runs, "open_checkpoint", lambda path: opened.append(path) or mt.open_checkpoint(path))
+    assert not is_run(str(tmp_path))
+    assert len(opened) < 20
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("step100", "step1000"),
+        ("global_step7", "global_step8"),
+        ("epoch_3", "epoch_4"),
+        ("iter_0000100", "iter_0000200"),
+        ("my-run_1", "my-run_2"),
+        ("ckpt7", "ckpt8"),
+    ],
+)
+def test_a_run_says_which_checkpoints_beside_it_are_no_steps(tmp_path: Path, names: tuple[str, ...]) -> None:
+    models(tmp_path, *names, "final", "llama3", f"{names[0]}.old-1", "9.orbax-checkpoint-tmp-7")
+    (tmp_path / "logs").mkdir()
+    said = "no steps of it: final, llama3; name each"
+    for look in (virtual.mean, lambda run: virtual.ema(run, decay=0.5), mt.storage.usage):
+        with pytest.warns(UserWarning, match=said) as told:
+            look(tmp_path)
+        assert len(told) == 1
+    assert [s.name for s in history(str(tmp_path)).complete] == list(names)
+    with pytest.warns(UserWarning, match=said):
+        listed = json.loads(command("ls", tmp_path, "--json"))["steps"]
+    assert [r["name"] for r in listed] == list(names)
+
+
 def test_a_run_of_ours_is_not_mixed_with_others(tmp_path: Path) -> None:
     trainer(tmp_path)
     mt.CheckpointManager(tmp_path).save(7, {"w": np.ones(3, "f4")})
@@ -176,7 +230,7 @@ def test_steps_of_others_beside_a_run_of_ours_are_named(tmp_path):
     (tmp_path / "v2").mkdir()  # no checkpoint
     for look in (virtual.mean, lambda run: virtual.ema(run, decay=0.5), mt.storage.usage):
         with pytest.warns(
-            UserWarning, match=r"checkpoint-4, checkpoint-8, checkpoint-12 are of another writer"
+            UserWarning, match=r"of another writer .*: checkpoint-4, checkpoint-8, checkpoint-12;"
         ) as told:
             look(tmp_path)
         assert len(told) == 1

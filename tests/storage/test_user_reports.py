@@ -124,6 +124,15 @@ def test_only_possible_cures_are_named() -> None:
             dtypes.safetensors_name(np.dtype(dtype))
 
 
+@pytest.mark.parametrize("leaf", [{"b": W}, None, "text", np.array(["x"])])
+def test_a_safetensors_file_takes_a_flat_dict_of_arrays(tmp_path: Path, leaf: object) -> None:
+    with pytest.raises(errors.CheckpointDTypeError, match=r"'a': .*a flat dict of arrays; .*mt\.merge") as told:
+        mt.storage.save_safetensors(tmp_path / "x.safetensors", {"a": leaf})
+    assert "drop=" not in str(told.value)
+    mt.save(tmp_path / "c", {"a": leaf, "w": W} if not isinstance(leaf, np.ndarray) else {"w": W})
+    mt.merge(tmp_path / "c", tmp_path / "out")  # as the error says
+
+
 def test_a_manager_of_orbax(tmp_path: Path) -> None:
     for step in ("1", "2"):
         shutil.copytree(ORBAX, tmp_path / "run" / step / "default")

@@ -1027,6 +1027,37 @@ def test_parents_are_pinned_anew(tmp_path):
     assert load(where)["w"].tolist() == [3, 9]
 
 
+def test_the_innermost_document_whose_parent_is_another_is_named(tmp_path):
+    safetensors.numpy.save_file({"w": np.float32([1, 3])}, tmp_path / "p.safetensors")
+    one, two, three = (tmp_path / f"{n}.json" for n in ("one", "two", "three"))
+    virtual.write(one, virtual.mean([tmp_path / "p.safetensors"]))
+    virtual.write(two, virtual.mean([one, tmp_path / "p.safetensors"]))
+    virtual.write(three, virtual.mean([one, two]))
+    assert verify(three).uncovered == [str(tmp_path / "p.safetensors")]
+    os.utime(tmp_path / "p.safetensors")
+    for stale in (one, two, three):  # each as the error says
+        for read in (open_checkpoint, load):
+            with pytest.raises(errors.ParentChanged, match=rf"repin of {stale} pins .* innermost first") as told:
+                read(three)
+            assert "icechunk" not in str(told.value)
+        virtual.write(stale, virtual.repin(stale), overwrite=True)
+    assert load(three)["w"].tolist() == [1, 3]
+
+
+def test_a_tied_model_beside_another_is_told(tmp_path):
+    for name, more in (("tied", ()), ("free", ("lm_head.weight",))):
+        held = {n: np.ones((2, 2), "f4") for n in ("model.embed_tokens.weight", *more)}
+        save_safetensors(tmp_path / f"{name}.safetensors", held)
+    tied, free = (str(tmp_path / f"{n}.safetensors") for n in ("tied", "free"))
+    said = rf"{tied} ties lm_head\.weight to model\.embed_tokens\.weight: mt\.storage\.blend"
+    for pair in ((tied, free), (free, tied)):
+        for made in (virtual.mean, lambda both: virtual.difference(*both)):
+            with pytest.raises(errors.CheckpointKeyError, match=said):
+                made(pair)
+    models = [{"model": m, "parameters": {"weight": 1}} for m in (tied, free)]
+    blend({"merge_method": "linear", "models": models}, tmp_path / "out")  # as the error says
+
+
 def test_an_embedding_of_the_adapter_beside_its_factors(tmp_path):
     base = save(tmp_path / "base", {"m.weight": np.eye(2, dtype="f4")}).path
     held = {**AB, "base_model__model__m__base_layer__weight": np.eye(2, dtype="f4") * 2}

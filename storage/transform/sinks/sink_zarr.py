@@ -22,7 +22,7 @@ from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.tensor import consecutive
 from ...rules.lazy_tensors import whole_of
 from ...saving.finalize import finish_directory
-from ...saving.items import Record, SaveItem, sizes_of
+from ...saving.items import Record, SaveItem, refuse_taken, sizes_of
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import IOV_MAX, active, preadv
 from .copy_chunks import copy_chunks, keeps_bytes
@@ -118,6 +118,7 @@ class ZarrSink:
 
     def __init__(self, items: list[SaveItem], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
         self.items, self.head, self.documents = items, head, dict(documents)
+        refuse_taken(items, documents)
         self.nbytes = sizes_of(items)[1] + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
         self._packs = PackFiles(items)
