@@ -66,6 +66,17 @@ def test_values_and_gradients(emulator: Any, place: Any, close: Any, kind: str, 
             close(a, e, factor=factor)
 
 
+@pytest.mark.parametrize("width", [7, 200, 1101, 16385])
+def test_rows_of_equal_numbers_have_no_deviations(emulator: Any, place: Any, width: int) -> None:
+    values = np.array([3.505765, -2.1360219, 0.1, 1e6])[:, None]
+    x, w, b, g = operands(place, (4, width), np.float32)
+    x[...] = values
+    (y,), _ = run("layer_norm", x, w, b, **PARAMS)
+    np.testing.assert_array_equal(y, np.broadcast_to(b, y.shape))
+    (_, dw, _), _ = run("layer_norm_backward", g, x, w, **PARAMS)
+    np.testing.assert_array_equal(dw, 0)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("width", [8192, 8193, 16383, 16385, 20000])
 def test_long_rows(

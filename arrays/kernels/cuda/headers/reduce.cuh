@@ -142,13 +142,15 @@ struct Moments {
     template <int N>
     __device__ void add(const A (&x)[N], int count)
     {
-        A s = A(0), q = A(0);
+        A s = A(0), d = A(0), q = A(0);
 #pragma unroll
         for (int k = 0; k < N; ++k) s += k < count ? x[k] : A(0);
-        const A m = count ? s / A(count) : A(0);
+        const A each = count ? A(1) / A(count) : A(0), m = s * each;
 #pragma unroll
-        for (int k = 0; k < N; ++k) q += k < count ? (x[k] - m) * (x[k] - m) : A(0);
-        merge(Moments{A(count), m, q});
+        for (int k = 0; k < N; ++k)
+            if (k < count) d += x[k] - m, q += (x[k] - m) * (x[k] - m);
+        const A left = d * each, rest = q - d * left;  // of the rounded mean, see `row_scale`
+        merge(Moments{A(count), m + left, rest < A(0) ? A(0) : rest});
     }
 };
 

@@ -230,14 +230,18 @@ __device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, 
         m = row_moments<THREADS>(m);
         return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
     } else {
-        A mean = A(0), s = A(0);
-        if constexpr (CENTER) {
-            cut.each([&](auto p) { each_of(x(p), [&](A v) { s += v; }); });
-            mean = row_sum<THREADS>(s) / A(length);
-            s = A(0);
+        A s = A(0), d = A(0);
+        if constexpr (!CENTER) {
+            cut.each([&](auto p) { each_of(x.first(p), [&](A v) { s += v * v; }); });
+            return Scale<A>{A(0), A(1) / sqrt(row_sum<THREADS>(s) / A(length) + A(eps))};
         }
-        cut.each([&](auto p) { each_of(x.first(p), [&](A v) { s += (v - mean) * (v - mean); }); });
-        const A square = row_sum<THREADS>(s) / A(length);
-        return Scale<A>{mean, A(1) / sqrt(square + A(eps))};
+        cut.each([&](auto p) { each_of(x(p), [&](A v) { s += v; }); });
+        const A mean = row_sum<THREADS>(s) / A(length);
+        s = A(0);
+        cut.each([&](auto p) { each_of(x.first(p), [&](A v) { d += v - mean, s += (v - mean) * (v - mean); }); });
+        // Deviations from a rounded mean do not add up to zero: equal numbers, times 1 / sqrt(eps), would be far from it.
+        const Pair<A> sums = row_sums<THREADS>(d, s);
+        const A left = sums.a / A(length), square = sums.b / A(length) - left * left;
+        return Scale<A>{mean + left, A(1) / sqrt((square < A(0) ? A(0) : square) + A(eps))};
     }
 }
