@@ -88,7 +88,7 @@ def test_work_after_the_end_of_the_main_thread(tmp_path):
     for path in ("plain", "then", "second", *steps, "merged", "blended", "converted"):
         assert len(mt.load(tmp_path / path)) == 6, path
     for path in ("late", "hook"):
-        assert errors.count(f"source/meshtape.json/{path}") == 1, errors
+        assert f"source/meshtape.json/{path} cannot be written" in errors, errors
     assert not [p for p in tmp_path.rglob("*") if ".part" in p.name or ".tmp" in p.name]
 
 
