@@ -6,8 +6,9 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from typing import Any
 
 # With fewer elements a second thread costs more than it brings.
 SMALLEST_SHARED = 1 << 20
@@ -30,9 +31,29 @@ def _mark() -> None:
     _here.inside = True
 
 
+class Pool(ThreadPoolExecutor):
+    """Threads for which the caller does the work once the interpreter ends: then Python's pools take no more calls, in
+    threads that outlive the main one, and in hooks of ``atexit``."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The future of a call, which may have ended."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as e:
+            # Python 3.12 may refuse the thread instead, with the call in the queue: a thread of the pool would make it.
+            if "interpreter shutdown" not in str(e) or ("thread" in str(e) and self._threads):
+                raise
+        made = Future[Any]()
+        try:
+            made.set_result(fn(*args, **kwargs))
+        except BaseException as e:
+            made.set_exception(e)
+        return made
+
+
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads(), thread_name_prefix="meshtape-array", initializer=_mark)
+def _pool() -> Pool:
+    return Pool(threads(), thread_name_prefix="meshtape-array", initializer=_mark)
 
 
 if hasattr(os, "register_at_fork"):  # a child of a fork has none of the threads

@@ -51,13 +51,14 @@ def compressors(shards: int, at_a_time: int) -> int:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """`OutOfMemory` where the system has no more threads for this process."""
+    """`OutOfMemory` where this process gets no more threads: from the system, or from Python 3.12 at its end."""
     try:
         yield
     except RuntimeError as e:
-        if "start new thread" not in str(e):
+        if "new thread" not in str(e):
             raise
-        raise OutOfMemory("the system has no more threads for this process: its ulimit -u is reached") from None
+        why = "the interpreter ends" if "interpreter" in str(e) else "its ulimit -u is reached"
+        raise OutOfMemory(f"there are no more threads for this process: {why}") from None
 
 
 def in_threads(

@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from ...arrays.backends.threads import Pool
 from ...arrays.core.errors import StoreError
 
 T = TypeVar("T")
@@ -41,9 +42,10 @@ _lost: set[str] = set()  # those whose threads stayed behind in a parent
 
 def seconds(nbytes: int = 0) -> float:
     """The seconds that a request for so many bytes may take, with all its repetitions."""
-    import dask
-
-    value = dask.config.get("meshtape.timeouts.store", SECONDS)
+    if "dask.config" not in sys.modules:
+        with contextlib.suppress(RuntimeError):  # the rest of Dask is not to be imported once the interpreter ends
+            import dask  # noqa: F401
+    value = sys.modules["dask.config"].get("meshtape.timeouts.store", SECONDS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise StoreError(f"meshtape.timeouts.store in Dask's configuration must be seconds above 0, got {value!r:.40}")
     return value + nbytes / RATE
@@ -118,10 +120,10 @@ def check_stopped(where: str) -> None:
 
 
 @contextlib.contextmanager
-def pool(threads: int, name: str = "meshtape-io") -> Iterator[ThreadPoolExecutor]:
+def pool(threads: int, name: str = "meshtape-io") -> Iterator[Pool]:
     """Threads that read and write, joined at the end of the block; an interrupt there ends their waits for a store."""
     stop = getattr(_own, "stop", None) or threading.Event()
-    made = ThreadPoolExecutor(threads, name, initializer=lambda: setattr(_own, "stop", stop))
+    made = Pool(threads, name, initializer=lambda: setattr(_own, "stop", stop))
     try:
         yield made
     except (KeyboardInterrupt, SystemExit):

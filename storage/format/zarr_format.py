@@ -17,7 +17,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
 from ..base.threads import starting
+from ..base.waiting import pool
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
 from .chunk_grid import TARGET, ChunkGrid, Coord, divisors, place_of
@@ -304,10 +305,10 @@ class ShardBytes:
             yield from map(compress, chunk_coords(self.grid, self.coord), self._chunks(1))
             return
         coming: deque[Future[bytes]] = deque()
-        with starting(), ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
+        with starting(), pool(threads, "meshtape-zstd") as made:
             # While a chunk is made ready, those that the threads have are not written to: one slot more.
             for index, data in zip(chunk_coords(self.grid, self.coord), self._chunks(threads + 1), strict=True):
-                coming.append(pool.submit(compress, index, data))
+                coming.append(made.submit(compress, index, data))
                 if len(coming) > threads:
                     yield coming.popleft().result()
             while coming:

@@ -2,6 +2,7 @@
 
 A handle is *running*, then *finished* with a report or an error. An error is *seen* once somebody was told: by
 ``SaveHandle.wait``, by the next save to the same path, or, when neither came, by a message when the interpreter ends.
+Those that come later, in hooks of ``atexit`` and threads that outlive the main one, run in the foreground.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ...arrays.core.errors import CheckpointError
 from ..base.threads import give_way, starting
 from ..base.waiting import lock
 
 _lock = lock()
 _by_target: dict[str, SaveHandle] = {}  # running, or failed and not yet seen
-_watching_exit = False
+_waited = False  # for all, as the interpreter ends: nobody would wait for another
 
 
 class SaveHandle:
@@ -37,22 +39,32 @@ class SaveHandle:
         self._work: Callable[[], Any] | None = work
         self._report: Any = None
         self._error: BaseException | None = None
+        self._finished = False
         # Not a daemon: the interpreter must not end below it.
         self._thread = threading.Thread(target=self._run, name="meshtape-save", daemon=False)
 
     def _run(self) -> None:
-        work, self._work = self._work, None
         give_way()
+        self._make()
+
+    def _make(self) -> None:
+        work, self._work = self._work, None
         try:
             self._report = work()
         except BaseException as e:
             self._error = e
         else:
             _forget(self)
+        self._finished = True
 
     def done(self) -> bool:
-        """Whether the save has ended, well or badly. Never waits and never raises."""
-        return not self._thread.is_alive()
+        """Whether the save has ended, well or badly. Never waits; raises only in a forked child, `CheckpointError`
+        where the save belongs to the parent."""
+        if self._thread.is_alive():
+            return False
+        if not self._finished:
+            raise CheckpointError(f"the save to {self.path} belongs to the parent of this process, which was forked")
+        return True
 
     def wait(self, timeout: float | None = None) -> Any:
         """The `SaveReport`, once the save has ended.
@@ -60,8 +72,9 @@ class SaveHandle:
         Raises whatever the save raised, each time it is asked; ``TimeoutError`` when ``timeout`` seconds were not
         enough.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.done():
+            self._thread.join(timeout)
+        if not self.done():
             raise TimeoutError(f"the save to {self.path} still runs after {timeout} seconds")
         if self._error is not None:
             _forget(self)
@@ -69,7 +82,7 @@ class SaveHandle:
         return self._report
 
     def __repr__(self) -> str:
-        state = "running" if not self.done() else "done" if self._error is None else f"failed: {self._error}"
+        state = "running" if not self._finished else "done" if self._error is None else f"failed: {self._error}"
         return f"<SaveHandle {self.path}: {state}>"
 
 
@@ -89,34 +102,27 @@ def finish_earlier(target: str) -> None:
 
 def start(target: str, work: Callable[[], Any]) -> SaveHandle:
     """Run ``work`` in the background, after an earlier save to ``target`` has ended; raises that one's unseen error."""
-    _watch_exit()
     handle = SaveHandle(target, work)
     while True:
         finish_earlier(target)
         with _lock:
-            if target not in _by_target:
+            earlier = _by_target.get(target)
+            if _waited or (earlier is not None and earlier._thread is threading.current_thread()):  # or of its ``then``
+                break
+            if earlier is None:
                 with starting():
                     handle._thread.start()
                 _by_target[target] = handle
                 return handle
-
-
-def _watch_exit() -> None:
-    global _watching_exit
-    with _lock:
-        if _watching_exit:
-            return
-        _watching_exit = True
-    # A save needs thread pools, which the standard library closes before it joins threads. What is registered here runs
-    # before that, as it is registered after. Without the private hook, only errors are reported, and the threads are
-    # joined.
-    import concurrent.futures.thread  # noqa: F401
-
-    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+    handle._make()
+    handle.wait()  # raises its error at once: nobody may come to ask
+    return handle
 
 
 def _finish_all() -> None:
+    global _waited
     with _lock:
+        _waited = True
         left = list(_by_target.values())
     for handle in left:
         handle._thread.join()
@@ -128,3 +134,10 @@ def _finish_all() -> None:
 # Threads do not survive a fork: the child must not wait for them.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_by_target.clear)
+
+# The standard library closes its pools of threads before it joins threads. A save needs them: `_finish_all` runs before
+# that, as it is registered after. Without the private hook, only errors are reported, and the threads are joined.
+try:
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+except RuntimeError:  # this was imported as the interpreter ends
+    _finish_all()

@@ -71,7 +71,8 @@ class CheckpointManager:
     keep_best
         How many of the best to keep.
     asynchronous
-        Save in the background: `save` returns a `SaveHandle`. One save runs at a time.
+        Save in the background: `save` returns a `SaveHandle`. One save runs at a time. At the interpreter's end (see
+        `save_async`) it has ended then.
     when_busy
         The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
         and counts in ``skipped``).

@@ -371,7 +371,9 @@ def save_async(
     ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the
     save.
 
-    At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends.
+    At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends; a
+    save that begins after that, in a hook of ``atexit`` or a thread that outlives the main one, is made before the
+    function returns, and its errors are raised here.
 
     Returns
     -------

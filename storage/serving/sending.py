@@ -16,10 +16,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 
+from ...arrays.backends.threads import Pool
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError
 from ..base.scratch import keep_freed
@@ -67,7 +68,7 @@ class Answer:
         # Else the last byte waits until those before it are acknowledged.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, readers: ThreadPoolExecutor) -> None:
+    def send(self, readers: Pool) -> None:
         """Send what is left. Raises `_TakesNothing` in between."""
         while True:
             if self._piece is None:
@@ -130,8 +131,8 @@ class Sender:
 
     def __init__(self) -> None:
         keep_freed()  # of the pieces that are made
-        self.readers = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
-        self.senders = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
+        self.readers = Pool(32, thread_name_prefix="meshtape-ahead")
+        self.senders = Pool(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
         self._busy: dict[Answer, None] = {}
         self._waiting = 0  # of them, those whose client takes nothing
         self._ahead: OrderedDict[tuple[int, Box], tuple[ChunkFile, Future[np.ndarray]]] = OrderedDict()

@@ -17,13 +17,13 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from ..base import scratch, strict_json
 from ..base.threads import starting
+from ..base.waiting import pool
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS, JOURNAL
 from ..rules.casting import CastLoss, Tally
@@ -185,8 +185,8 @@ def transfer(plan: Transfer) -> tuple[int, int, Tally]:
                     os.write(fd, "".join(f"{row}\n" for row in rows).encode())
                     for n in windows:
                         plan.progress(reached := reached + sizes[n], total)
-                with starting(), ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
-                    synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
+                with starting(), pool(1, "meshtape-sync") as made:
+                    synced = made.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
                     for windows, found in spread.over(  # while the disk is busy
                         check_all, [] if here else steps, lambda step: (*calls(step), [kept[n] for n in step])
                     ):

@@ -139,6 +139,12 @@ def test_two_saves_to_one_path_go_in_order_one_at_a_time(tmp_path):
     assert np.asarray(load(tmp_path / "c")["w"]).tolist() == [2, 2, 2]
 
 
+def test_what_follows_a_save_may_save_to_its_path(tmp_path):
+    new = {"w": np.zeros(3)}
+    save_async(tmp_path / "c", {"w": np.ones(3)}, then=lambda: save_async(tmp_path / "c", new, overwrite=True)).wait()
+    assert np.asarray(load(tmp_path / "c")["w"]).tolist() == [0, 0, 0]
+
+
 EXIT = """
 import sys, time
 import numpy as np
@@ -177,6 +183,8 @@ def test_an_error_at_exit_is_printed(tmp_path):
 
 def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path):
     gate = Gate()
+    earlier = save_async(tmp_path / "earlier", {"w": np.ones(3)})
+    earlier.wait()
     with using(gate):
         handle = save_async(tmp_path / "c", {"w": np.ones(3)})
         assert gate.reached.wait(200)  # its thread waits, and holds no lock that the child would need
@@ -191,6 +199,12 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path):
                 from meshtape.storage.saving import background
 
                 background.finish_earlier(str(tmp_path / "c"))
+                assert earlier.done()
+                assert earlier.wait().arrays == 1
+                for ask in (handle.done, handle.wait, lambda: handle.wait(1)):
+                    with pytest.raises(errors.CheckpointError, match="belongs to the parent"):
+                        ask()
+                assert "running" in repr(handle)
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -11,12 +11,13 @@ import threading
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ....arrays.backends.threads import Pool
 from ....arrays.core import tree as trees
 from ....arrays.core.errors import DataError, MeshtapeError
 from ....arrays.ops.creation import asarray
@@ -96,7 +97,7 @@ class Loader:
 
     def _local(self, plan: Iterator[tuple[np.ndarray, int, int]]) -> Iterator[Batch]:
         waiting: deque[tuple[Future[Any], tuple[np.ndarray, int, int]]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="meshtape-data") as pool:
+        with Pool(1, thread_name_prefix="meshtape-data") as pool:
             try:
                 for item in plan:
                     waiting.append((pool.submit(self._read, item[0]), item))
@@ -242,13 +243,13 @@ class _RowsAhead:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.pool: ThreadPoolExecutor | None = None
+        self.pool: Pool | None = None
         self.sources: OrderedDict[str, Source] = OrderedDict()
         self.held: OrderedDict[tuple[str, int], tuple[bytes, Future[Any]]] = OrderedDict()
 
     def _submit(self, w: Wanted, ids: np.ndarray) -> Future[Any]:
         if self.pool is None:
-            self.pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-data")
+            self.pool = Pool(1, thread_name_prefix="meshtape-data")
         if w.token not in self.sources:
             self.sources[w.token] = _unpack(w.source)
             while len(self.sources) > 8:  # loaders that ended

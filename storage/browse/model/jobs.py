@@ -7,9 +7,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
+from ....arrays.backends.threads import Pool
 from ....arrays.core.errors import CheckpointError, MeshtapeError
 
 _KEPT = 32
@@ -75,7 +76,7 @@ class Jobs:
     def __init__(self) -> None:
         self._held: dict[tuple[Any, ...], BrowseJob] = {}  # the latest last
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-browse-job")
+        self._pool = Pool(1, thread_name_prefix="meshtape-browse-job")
 
     def start(self, what: tuple[Any, ...], work: Callable[[BrowseJob], Any], again: bool = False) -> BrowseJob:
         """The job for ``what``: the existing one, unless it failed, was stopped, or ``again`` is true."""

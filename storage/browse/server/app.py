@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....arrays.core.errors import CheckpointError
 from ...base.page import Page
+from ...base.threads import starting
 from ..model.site import Site, SitePlace
 from ..views.frame import href
 
@@ -130,7 +131,8 @@ class Server:
         """Serve in a thread of its own, which ends with the process at the latest."""
         if self._thread is None:
             self._thread = threading.Thread(target=self.run, name="meshtape-browse", daemon=True)
-            self._thread.start()
+            with starting():
+                self._thread.start()
         return self
 
     def close(self) -> None:

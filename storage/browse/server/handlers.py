@@ -17,7 +17,6 @@ import hmac
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from tornado import web
 from tornado.ioloop import IOLoop
 from tornado.iostream import StreamClosedError
 
+from ....arrays.backends.threads import Pool
 from ....arrays.core.errors import CheckpointKeyError, MeshtapeError, NotACheckpoint
 from ..model.inventory import SORTS, Query
 from ..model.site import Site
@@ -59,9 +59,7 @@ class Access:
     site: Site
     hosts: frozenset[str] | None = None
     token: str | None = None
-    pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="meshtape-browse")
-    )
+    pool: Pool = field(default_factory=lambda: Pool(4, thread_name_prefix="meshtape-browse"))
 
     def close(self) -> None:
         self.site.close()
