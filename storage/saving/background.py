@@ -39,7 +39,9 @@ class SaveHandle:
         self._work: Callable[[], Any] | None = work
         self._report: Any = None
         self._error: BaseException | None = None
-        self._finished = False
+        # A join that Ctrl-C breaks off marks the thread as ended (CPython 3.11), and nothing waits for it any more.
+        self._ended = threading.Event()
+        self._process = os.getpid()
         # Not a daemon: the interpreter must not end below it.
         self._thread = threading.Thread(target=self._run, name="meshtape-save", daemon=False)
 
@@ -55,16 +57,15 @@ class SaveHandle:
             self._error = e
         else:
             _forget(self)
-        self._finished = True
+        self._ended.set()
 
     def done(self) -> bool:
         """Whether the save has ended, well or badly. Never waits; raises only in a forked child, `CheckpointError`
         where the save belongs to the parent."""
-        if self._thread.is_alive():
-            return False
-        if not self._finished:
+        ended = self._ended.is_set()
+        if not ended and os.getpid() != self._process:
             raise CheckpointError(f"the save to {self.path} belongs to the parent of this process, which was forked")
-        return True
+        return ended
 
     def wait(self, timeout: float | None = None) -> Any:
         """The `SaveReport`, once the save has ended.
@@ -72,9 +73,9 @@ class SaveHandle:
         Raises whatever the save raised, each time it is asked; ``TimeoutError`` when ``timeout`` seconds were not
         enough.
         """
-        if not self.done():
-            self._thread.join(timeout)
-        if not self.done():
+        if not self.done() and threading.current_thread() is self._thread:
+            raise CheckpointError(f"the save to {self.path} waits for itself, in its ``then``")
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self.path} still runs after {timeout} seconds")
         if self._error is not None:
             _forget(self)
@@ -82,7 +83,7 @@ class SaveHandle:
         return self._report
 
     def __repr__(self) -> str:
-        state = "running" if not self._finished else "done" if self._error is None else f"failed: {self._error}"
+        state = "running" if not self._ended.is_set() else "done" if self._error is None else f"failed: {self._error}"
         return f"<SaveHandle {self.path}: {state}>"
 
 
@@ -125,7 +126,7 @@ def _finish_all() -> None:
         _waited = True
         left = list(_by_target.values())
     for handle in left:
-        handle._thread.join()
+        handle._ended.wait()
         if handle._error is not None:
             print(f"meshtape: the save to {handle.path} failed, and nobody waited for it:", file=sys.stderr)
             traceback.print_exception(handle._error)

@@ -408,9 +408,13 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for the running background save, if any, and for its rotation; raises their error."""
-        handle, self._running = self._running, None
-        if handle is not None:
-            handle.wait()
+        if self._running is not None:
+            try:
+                self._running.wait()
+            except Exception:  # after Ctrl-C it is waited for again
+                self._running = None
+                raise
+            self._running = None
 
     def __enter__(self) -> CheckpointManager:
         return self

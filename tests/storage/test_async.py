@@ -13,6 +13,7 @@ import pytest
 import meshtape as mt
 from meshtape import errors
 from meshtape.storage import CheckpointManager, load, open_checkpoint, save, save_async
+from meshtape.storage.saving import background
 from meshtape.storage.stores.filesystem import Files, using
 
 
@@ -371,3 +372,44 @@ def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monk
 
 def _priority():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id() if sys.platform == "linux" else 0)
+
+
+def test_a_save_whose_wait_ctrl_c_has_ended_is_waited_for_again(tmp_path):
+    waits, goes = threading.Event(), threading.Event()
+
+    def work():
+        waits.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        goes.wait()
+        return "saved"
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        handle = background.start(str(tmp_path / "c"), work)
+        manager = mt.CheckpointManager(tmp_path / "run", asynchronous=True)
+        manager._running = handle
+        with pytest.raises(KeyboardInterrupt):
+            waits.set() or manager.wait()
+        assert not handle.done()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        goes.set()
+    manager.wait()
+    assert handle.done()
+    assert handle.wait() == "saved"
+
+
+def test_a_save_does_not_wait_for_itself(tmp_path):
+    found = []
+
+    def then():
+        with pytest.raises(mt.errors.CheckpointError, match="waits for itself"):
+            found[0].wait()
+        found.append("told")
+
+    starts = threading.Event()
+    handle = background.start(str(tmp_path / "c"), lambda: (starts.wait(), then()))
+    found.append(handle)
+    starts.set()
+    handle.wait()
+    assert found[1:] == ["told"]
