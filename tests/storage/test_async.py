@@ -375,15 +375,21 @@ def _priority():
 
 
 def test_a_save_whose_wait_ctrl_c_has_ended_is_waited_for_again(tmp_path):
-    waits, goes = threading.Event(), threading.Event()
+    waits, goes, caught = threading.Event(), threading.Event(), threading.Event()
+
+    def interrupt(*_):
+        if not caught.is_set():
+            caught.set()
+            raise KeyboardInterrupt
 
     def work():
         waits.wait()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while not caught.wait(0.01):  # a signal just before a wait for a lock does not end that
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         goes.wait()
         return "saved"
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         handle = background.start(str(tmp_path / "c"), work)
         manager = mt.CheckpointManager(tmp_path / "run", asynchronous=True)
