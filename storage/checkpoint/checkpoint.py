@@ -279,8 +279,11 @@ class Checkpoint(Mapping[str, StoredArray]):
         if not isinstance(prefix, str):
             raise CheckpointError(f"prefix is the name of a part of the checkpoint, got {prefix!r:.80}")
         starts = f"{prefix.removesuffix('.')}.", f"{prefix.removesuffix('/')}/"
-        start = next((s for s in starts if any(name.startswith(s) for name in self.arrays)), starts[0])
         every = *self.arrays, *self.leaves
+        groups = [s for s in dict.fromkeys(starts) if any(name.startswith(s) for name in every)]
+        if len(groups) > 1 and prefix not in groups:
+            raise CheckpointKeyError(f"{self.path}: prefix={prefix!r} is {groups[0]!r} or {groups[1]!r}: give one")
+        start = prefix if prefix in groups else next(iter(groups), starts[0])
         alone = prefix in every
         if alone and (more := [n for n in every if n.startswith(start)]):
             raise CheckpointKeyError(

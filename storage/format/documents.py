@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, StoreError
 from ..base import names
 from ..base.arguments import mapping
 from ..base.checksums import crc32c
@@ -25,6 +25,8 @@ from ..stores.generations import NONE
 from . import manifest
 from .tensor_sums import values
 
+Held = Mapping[str, tuple[int | None, str]]
+"""Checksum and file of documents by name."""
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_NBYTES = 64 << 20
 PROGRAM = "program.json"  # what makes a directory a program file (see ``program_file``)
@@ -39,6 +41,7 @@ _USUAL = (
     *("chat_template.jinja", "README.md", "LICENSE"),
 )
 """The files of models that are asked for where nothing lists what is there."""
+_NOBODYS = "no-such-file.meshtape"  # a name for which a server has nothing
 _QUANTIZATION = ("quantization_config", "compression_config")
 _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json", PROGRAM])
 
@@ -177,14 +180,14 @@ class Documents(Mapping[str, Any]):
     def __init__(
         self,
         root: str,
-        held: Mapping[str, tuple[int | None, str]] | Callable[[], Mapping[str, tuple[int | None, str]]],
+        held: Held | Callable[[], tuple[Held, tuple[str, ...]]],
         exported: Mapping[str, str] | None = None,
         index: str = "",
         weights: Iterable[str] = (),
     ) -> None:
         self._root, self._held = root, held
         self._put: dict[str, bytes] = {}  # those in place of others
-        self.notes: tuple[str, ...] = ()  # for people, of what was changed
+        self._notes: tuple[str, ...] = ()
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
         # compares.
@@ -192,24 +195,39 @@ class Documents(Mapping[str, Any]):
         self._edits: dict[str, list[Callable[[bytes], bytes]]] = {}
         self.generation = NONE
 
-    @property
-    def _sums(self) -> Mapping[str, tuple[int | None, str]]:
-        """Checksum and file by name; found when they are asked for, where that takes requests."""
+    def _found(self) -> tuple[Held, tuple[str, ...]]:
+        """What there is, and notes; found when it is asked for, where that takes requests."""
         if callable(self._held):
-            self._held = self._held()
-        return self._held
+            self._held, self._notes = self._held()
+        return self._held, self._notes
+
+    @property
+    def _sums(self) -> Held:
+        """Checksum and file by name."""
+        return self._found()[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was changed, or not found, for people."""
+        return self._found()[1]
+
+    @notes.setter
+    def notes(self, notes: tuple[str, ...]) -> None:
+        self._notes = notes
 
     def edited(self, name: str, change: Callable[[bytes], bytes], notes: Iterable[str] = ()) -> Documents:
         """The same documents, one of them read through a change. ``notes`` say of it what a user has to know."""
+        notes = (*self.notes, *notes)
         out = copy.copy(self)
-        out.notes = (*self.notes, *notes)
+        out.notes = notes
         out._edits = {**self._edits, name: [*self._edits.get(name, ()), change]}
         return out
 
     def replaced(self, gone: Iterable[str], put: Mapping[str, bytes], notes: Iterable[str] = ()) -> Documents:
         """The same documents with some given ones in place of others."""
+        notes = (*self.notes, *notes)
         out, left = copy.copy(self), {*gone, *put}
-        out.notes = (*self.notes, *notes)
+        out.notes = notes
         out._held = {n: at for n, at in self._sums.items() if n not in left} | {n: (None, n) for n in put}
         out._edits = {n: changes for n, changes in self._edits.items() if n not in left}
         out._put = self._put | put
@@ -317,13 +335,23 @@ def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None
     """
     store = stores.at(root)
 
-    def held() -> dict[str, tuple[int | None, str]]:
-        likely = sorted(filter(is_kept, store.files() if store.lists else _USUAL))
-        sizes = in_threads(store.size, likely, UPLOADS, alone=store.lists)
+    def size(name: str) -> int | None:
+        try:
+            return store.size(name)
+        except StoreError as e:
+            if "access was refused" not in str(e):
+                raise
+            return None  # as some servers answer for what is not there
+
+    def held(likely: list[str]) -> Held:
+        sizes = in_threads(size, likely, UPLOADS, alone=store.lists)
         return {n: (None, n) for n, size in zip(likely, sizes, strict=True) if size is not None and size <= MAX_NBYTES}
 
-    if store.lists:
-        return Documents(root, held(), exported, index, weights)
-    out = Documents(root, held, exported, index, weights)
-    out.notes = (f"{root}: HTTP lists no files: of its documents those of usual names are taken",)
-    return out
+    def asked() -> tuple[Held, tuple[str, ...]]:
+        said = f"{root}: HTTP lists no files: of its documents those of usual names, up to 64 MiB, are taken"
+        if size(_NOBODYS) is not None:
+            return {}, (f"{root} answers for files that it does not have: no documents are taken",)
+        return held(sorted(_USUAL)), (said,)
+
+    known = held(sorted(filter(is_kept, store.files()))) if store.lists else asked
+    return Documents(root, known, exported, index, weights)

@@ -39,6 +39,7 @@ class SaveHandle:
         self._work: Callable[[], Any] | None = work
         self._report: Any = None
         self._error: BaseException | None = None
+        self.told = False  # whether the error was raised
         # A join that Ctrl-C breaks off marks the thread as ended (CPython 3.11), and nothing waits for it any more.
         self._ended = threading.Event()
         self._process = os.getpid()
@@ -79,6 +80,7 @@ class SaveHandle:
             raise TimeoutError(f"the save to {self.path} still runs after {timeout} seconds")
         if self._error is not None:
             _forget(self)
+            self.told = True
             raise self._error
         return self._report
 

@@ -408,13 +408,13 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for the running background save, if any, and for its rotation; raises their error."""
-        if self._running is not None:
+        if self._running is not None and not self._running.told:
             try:
                 self._running.wait()
             except Exception:  # after Ctrl-C it is waited for again
                 self._running = None
                 raise
-            self._running = None
+        self._running = None
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -419,3 +419,17 @@ def test_a_save_does_not_wait_for_itself(tmp_path):
     starts.set()
     handle.wait()
     assert found[1:] == ["told"]
+
+
+def test_an_error_that_was_raised_is_not_raised_by_the_next_save(tmp_path):
+    manager = mt.CheckpointManager(tmp_path / "run", asynchronous=True)
+
+    def work():
+        raise errors.StoreError("no place")
+
+    manager._running = handle = background.start(str(tmp_path / "run" / "step-00000002"), work)
+    with pytest.raises(errors.StoreError, match="no place"):
+        handle.wait()
+    manager.save(3, {"w": np.ones(3)})
+    manager.wait()
+    assert manager.steps() == [3]

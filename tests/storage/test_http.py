@@ -55,6 +55,8 @@ class Odd(Served):
                     with open(root + path.removeprefix("/moved"), "rb") as f:
                         data = f.read()
                 except OSError:
+                    if how.endswith(" for all") and not path.endswith(("meshtape.json", "zarr.json")):
+                        return self.out(200, {}, b"<html>") if how[0] == "a" else self.out(403, {})
                     return self.out(404, {})
                 if how == "no HEAD" and self.command == "HEAD":
                     return self.out(405, {})
@@ -264,6 +266,22 @@ def test_documents_that_nothing_lists(odd, tmp_path):
             assert found.documents["tokenizer"] == storage.open_checkpoint(tmp_path / "out").documents["tokenizer"]
             assert set(usual) < set(os.listdir(tmp_path / "out"))
             assert [n for n in report.notes if "HTTP lists no files: of its documents those of usual names" in n]
+
+
+@pytest.mark.parametrize(
+    ("how", "taken", "note"),
+    [
+        ("a page for all", [], "answers for files that it does not have: no documents are taken"),
+        ("403 for all", ["config.json", "tokenizer.json"], "HTTP lists no files"),
+    ],
+)
+def test_documents_of_a_server_that_has_an_answer_for_every_name(odd, tmp_path, how, taken, note):
+    storage.save(tmp_path / "c", {"w": W}, documents={"config": {"a": 1}, "tokenizer": {"b": 2}})
+    storage.merge(tmp_path / "c", tmp_path / "hf")
+    odd.root, odd.how = str(tmp_path), how
+    report = storage.merge(f"{odd.url}/hf", tmp_path / "out")
+    assert [n for n in sorted(os.listdir(tmp_path / "out")) if "safetensors" not in n] == taken
+    assert [n for n in report.notes if note in n]
 
 
 def _of_a_document(url, to):

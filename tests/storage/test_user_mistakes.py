@@ -390,3 +390,10 @@ def test_a_leaf_whose_name_others_begin_with_is_no_prefix(tmp_path: Path, value:
         assert np.array_equal(calls["load"]("opt.")["v"], W + 1)
         calls["merge"]("opt."), calls["convert"]("opt.")
         assert sorted(storage.load(f"{given}-merged")) == sorted(storage.load(f"{given}-c")) == ["m", "v"]
+
+
+def test_a_prefix_of_two_groups_is_refused(tmp_path: Path) -> None:
+    mt.save(tmp_path / "c", {"x": {"a": W}, "x/b": W + 1, "y/z": W})
+    with pytest.raises(errors.CheckpointKeyError, match=r"prefix='x' is 'x\.' or 'x/'"):
+        storage.load(tmp_path / "c", prefix="x")
+    assert [list(storage.load(tmp_path / "c", prefix=p)) for p in ("x.", "x/", "y")] == [["a"], ["b"], ["z"]]
