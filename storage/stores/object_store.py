@@ -253,8 +253,21 @@ class _ObjectReader(Reader):
         """The tag at the first read; before any read, the present one."""
         if not self._tag:
             with contextlib.suppress(FileNotFoundError):
-                _fetched(self._length, self._where)
+                _fetched(self._looked, self._where)
         return self._tag
+
+    def _looked(self) -> None:
+        """Meet the present version. Caches on the way of HTTP answer HEAD with an old one, or with none: there a byte
+        is asked for, as reads are."""
+        if self._where.partition("://")[0] in READ_ONLY and _host(self._where) not in _rangeless:
+            try:
+                if self._asked(0, 1) is not None:
+                    return
+            except FileNotFoundError:
+                raise
+            except Exception:  # such as that of an empty file, which has no first byte
+                pass
+        self._length()
 
     def _length(self) -> int:
         try:
