@@ -83,14 +83,7 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
 
 
 def _cross_entropy_backward(
-    xp: Any,
-    g: Any,
-    logits: Any,
-    labels: Any,
-    shift: Any,
-    total: Any,
-    ignore_index: int | None,
-    label_smoothing: float,
+    xp: Any, g: Any, logits: Any, labels: Any, shift: Any, total: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """The softmax is computed again: cheaper than writing it to memory in the forward pass and reading it back."""
     if is_low_precision(logits.dtype):

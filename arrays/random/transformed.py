@@ -12,7 +12,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import composite
+from ..core.op import composite, defined
 from ..core.shape_rules import as_shape
 from ..linalg.decompositions import cholesky
 from ..ops.creation import asarray
@@ -217,3 +217,6 @@ def multivariate_normal(
         raise ShapeError(f"[multivariate_normal] a mean of shape {mean.shape} has no covariance of shape {cov.shape}")
     z = normal(key, (*as_shape("multivariate_normal", shape), mean.size), wide)
     return (mean.astype(wide) + matmul(z, cholesky(cov.astype(wide)).mT)).astype(wanted)
+
+
+__all__ = defined(globals())

@@ -106,12 +106,7 @@ def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 _BOOL, _INT = "boolean result", "integer result"
 SUM = Op(
-    "sum",
-    ("x",),
-    _plain("sum", short=True),
-    shape_rules.reduction,
-    overrides={"cupy": _sum_on_cuda},
-    params=_OVER,
+    "sum", ("x",), _plain("sum", short=True), shape_rules.reduction, overrides={"cupy": _sum_on_cuda}, params=_OVER
 )
 # `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that,
 # whose part of the mean it gives.

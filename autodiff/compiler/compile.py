@@ -60,9 +60,8 @@ class Compiled(Wrapper):
         self._outside = CachedCaptures(fn)
         self._donate = tuple(donate)
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
-        self._pinned: dict[
-            Any, frozenset[int]
-        ] = {}  # by key without numbers: which of these the programs hold for alone
+        # By key without numbers: which of these the programs hold for alone.
+        self._pinned: dict[Any, frozenset[int]] = {}
         self._cache_size = cache_size
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function

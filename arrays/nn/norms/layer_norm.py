@@ -318,10 +318,7 @@ RMS_NORM_BACKWARD = Op(
     lambda op, args, params: infer_affine_backward(op, args, params)[:2],
     nout=2,
     decompose=_joined(_decompose_rms_norm_backward),
-    overrides={
-        "numpy": _joined(first(ops.rms_norm_backward, _rms_norm_backward)),
-        "cupy": row_norms.rms_norm_backward,
-    },
+    overrides={"numpy": _joined(first(ops.rms_norm_backward, _rms_norm_backward)), "cupy": row_norms.rms_norm_backward},
     params=_PARAMS,
 )
 ADD_RMS_NORM = _of_sum(RMS_NORM, row_norms.add_rms_norm)
@@ -350,12 +347,7 @@ def parameter(name: str, what: str, p: Any, x: Array, shape: tuple[int, ...], de
 
 
 def _norm(
-    op: Op,
-    x: Any,
-    *residual: Any,
-    normalized_shape: int | Sequence[int],
-    eps: float,
-    **parameters: tuple[Any, float],
+    op: Op, x: Any, *residual: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
 ) -> Any:
     """The op of ``x``, of a residual if there is one, and of parameters, with a constant for each that is None."""
     name = op.name
