@@ -119,11 +119,8 @@ class SparseCotangent(Deferred):
         return SparseCotangent(parts, self.shape, self.dtype, held)
 
     def _merged(self, other: SparseCotangent) -> tuple[Sequence[IndexedPart | RowsPart], int]:
-        if (
-            len(other._parts) == 1
-            and type(last := self._parts[len(self._parts) - 1]) is IndexedPart
-            and type(new := other._parts[0]) is IndexedPart
-        ):
+        last, new = self._parts[len(self._parts) - 1], other._parts[0]
+        if len(other._parts) == 1 and type(last) is IndexedPart and type(new) is IndexedPart:
             same = last.template == new.template and all(map(_is, last.arrays, new.arrays))
             if same and tuple(map(type, last.template)) == tuple(map(type, new.template)):
                 merged = last._replace(values=last.values + new.values)

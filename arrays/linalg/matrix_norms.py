@@ -39,10 +39,8 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     if x.dtype.kind in "biu":
         x = astype(x, np.float64)
     elif (low := x.dtype).itemsize <= 2:
-        if (
-            ord == 2
-            and (found := _plainly(x, shape_rules.normalize_axis("vector_norm", axis, x.ndim), keepdims)) is not None
-        ):
+        axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)
+        if ord == 2 and (found := _plainly(x, axes, keepdims)) is not None:
             return astype(found, low)
         return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
     axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)

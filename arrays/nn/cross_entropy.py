@@ -135,13 +135,7 @@ def _decompose(logits: Array, labels: Array, ignore_index: int | None, label_smo
 
 
 def _decompose_backward(
-    g: Array,
-    logits: Array,
-    labels: Array,
-    _shift: Array,
-    _total: Array,
-    ignore_index: int | None,
-    label_smoothing: float,
+    g: Array, logits: Array, labels: Array, *_saved: Array, ignore_index: int | None, label_smoothing: float
 ) -> Array:
     x = astype(logits, _wide(logits.dtype), copy=False)
     p = softmax(x)  # not by the saved results, functions of the logits: so the derivative is that of all of it

@@ -68,9 +68,8 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
     found, wide, out = _drawn("laplace", shape, dtype, loc, scale)
     sizes, signs = split(key)
     size = exponential(sizes, found, wide)
-    return (
-        _real(loc, wide) + _positive("laplace", "scale", scale, wide) * where(bernoulli(signs, 0.5, found), size, -size)
-    ).astype(out)
+    draws = where(bernoulli(signs, 0.5, found), size, -size)
+    return (_real(loc, wide) + _positive("laplace", "scale", scale, wide) * draws).astype(out)
 
 
 @composite("logistic")
