@@ -257,16 +257,11 @@ def _laid(cupy: Any, x: Any, dtype: np.dtype, last: bool) -> Any:
     return cupy.array(moved, order="C") if not last else cupy.moveaxis(cupy.array(moved, order="C"), -1, 1)
 
 
+Ints = tuple[int, ...]
+
+
 def convolution(
-    xp: Any,
-    kind: str,
-    x: Any,
-    y: Any,
-    shape: tuple[int, ...],
-    padding: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    xp: Any, kind: str, x: Any, y: Any, shape: Ints, padding: Ints, stride: Ints, dilation: Ints, groups: int
 ) -> Any:
     """The result, of ``shape``, of a function of :data:`KINDS` on two of CuPy's arrays, in the order that it names;
     None where cuDNN does not serve it.

@@ -112,11 +112,7 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
             add_outer(xp, o, (gi @ w) * inverse / -width, xp.ones(width, wide))
             if o is t:
                 dx[key] = t
-    return (
-        dx.reshape(x.shape),
-        dw.reshape(weight.shape).astype(weight.dtype),
-        db.reshape(weight.shape).astype(weight.dtype),
-    )
+    return dx.reshape(x.shape), *(s.reshape(weight.shape).astype(weight.dtype) for s in (dw, db))
 
 
 def _statistics(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
