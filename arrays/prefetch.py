@@ -211,12 +211,8 @@ class Prefetcher(Generic[T]):
         self._ready: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event()
         self._done = False
-        self._thread = threading.Thread(
-            target=_run,
-            args=(items, copier, self._ready, self._stop, state.recorders),
-            name="meshtape-prefetch",
-            daemon=True,
-        )
+        run = functools.partial(_run, items, copier, self._ready, self._stop, state.recorders)
+        self._thread = threading.Thread(target=run, name="meshtape-prefetch", daemon=True)
         # The thread holds none of this object, which therefore goes when the consumer lets go of it, and ends the
         # thread.
         self._finalize = weakref.finalize(self, _end, self._stop, self._ready)

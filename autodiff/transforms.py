@@ -143,11 +143,8 @@ def value_and_gradients(
     if not isinstance(loss, Array):
         raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
     grads = gradients_of(tape, [loss], [None], sources)
-    parts = []
-    for i in chosen:
-        treedef, start, stop = places[i]
-        parts.append(trees.unflatten(treedef, grads[start:stop]))
-    return out, parts
+    found = [places[i] for i in chosen]
+    return out, [trees.unflatten(treedef, grads[start:stop]) for treedef, start, stop in found]
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -306,9 +303,8 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
                 "write mt.jvp(fn, (x,), (v,))"
             )
     value, pull = _vjp("jvp", fn, primals)
-    pulled, pull_again = _vjp(
-        "jvp", pull, [trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)]
-    )
+    zeros = trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)
+    pulled, pull_again = _vjp("jvp", pull, [zeros])
     wanted, wanted_def = trees.flatten(pulled, is_leaf=_is_none)
     given, given_def = trees.flatten(tuple(tangents), is_leaf=_is_none)
     if given_def != wanted_def:

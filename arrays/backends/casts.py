@@ -62,9 +62,8 @@ def _to_odd(a: np.ndarray) -> np.ndarray:
     if a.dtype.kind != "f":
         if a.dtype.itemsize > 4:
             low = a.dtype.type((1 << 64 - _EXACT) - 1)
-            held = (
-                a | ((a & low) != 0) * (low + a.dtype.type(1))
-            ) & ~low  # as much as float64 holds, and whether there was more
+            # As much as float64 holds, and whether there was more.
+            held = (a | ((a & low) != 0) * (low + a.dtype.type(1))) & ~low
             a = np.where((a < 1 << _EXACT) & (a > (-1 << _EXACT if a.dtype.kind == "i" else -1)), a, held)
         a = a.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):

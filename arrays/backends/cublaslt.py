@@ -92,14 +92,10 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "GetVersion": (),
     "Create": (_P,),
     "MatmulDescCreate": (_P, _I, _I),
-    "MatmulDescSetAttribute": (_P, _I, _P, _N),
-    "MatmulDescDestroy": (_P,),
     "MatrixLayoutCreate": (_P, _I, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-    "MatrixLayoutSetAttribute": (_P, _I, _P, _N),
-    "MatrixLayoutDestroy": (_P,),
     "MatmulPreferenceCreate": (_P,),
-    "MatmulPreferenceSetAttribute": (_P, _I, _P, _N),
-    "MatmulPreferenceDestroy": (_P,),
+    **{f"{kind}SetAttribute": (_P, _I, _P, _N) for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference")},
+    **{f"{kind}Destroy": (_P,) for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference")},
     "MatmulAlgoGetHeuristic": (_P, _P, _P, _P, _P, _P, _P, _I, _P, _P),
     "Matmul": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _P),
 }
@@ -365,10 +361,8 @@ def product(
     import cupy
 
     if float8 is not None:  # whose elements lie together along the dimension that is summed, in both
-        x, y = (
-            cupy.ascontiguousarray(x),
-            y if y.ndim == 1 else cupy.ascontiguousarray(y.swapaxes(-1, -2)).swapaxes(-1, -2),
-        )
+        x = cupy.ascontiguousarray(x)
+        y = y if y.ndim == 1 else cupy.ascontiguousarray(y.swapaxes(-1, -2)).swapaxes(-1, -2)
     vector = cupy.empty(y.shape[-1], y.dtype) if sums else bias if bias is None else cupy.ascontiguousarray(bias)
     modes, device = (_tf32, determinism.is_deterministic()), cupy.cuda.runtime.getDevice()
     for _ in range(2):

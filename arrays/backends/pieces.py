@@ -46,9 +46,8 @@ def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
     buf = large(x)
     if buf is None:
         return fn(x)
-    return wrap(
-        _over(lambda b: fn(wrap(b))._buf, np.add, (), [buf], PIECE // 4)
-    )  # such functions have many temporaries
+    # In smaller pieces: such functions have many temporaries.
+    return wrap(_over(lambda b: fn(wrap(b))._buf, np.add, (), [buf], PIECE // 4))
 
 
 def reduced(

@@ -184,11 +184,9 @@ def expressible(e: Entry, program: Program) -> bool:
     """Whether :func:`expression` has a form for an entry."""
     rule = e.op.cuda
     dtypes = [program.avals[v].dtype for v in (*e.inputs, *e.outputs) if isinstance(v, int)]
-    if (
-        rule is None
-        or any(d not in NAMES for d in dtypes)
-        or any(isinstance(v.value, complex) for v in e.inputs if isinstance(v, Const))
-    ):
+    if rule is None or any(d not in NAMES for d in dtypes):
+        return False
+    if any(isinstance(v, Const) and isinstance(v.value, complex) for v in e.inputs):
         return False
     if e.op.name == "astype" and dtypes[0] in KERNEL_FLOATS and dtypes[-1].kind in "iu":
         return False  # what becomes of numbers beyond the range is the backend's own

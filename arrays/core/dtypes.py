@@ -167,14 +167,8 @@ def finfo(type: np.dtype | Array, /) -> FloatInfo:
     if dtype not in _FLOATS and dtype not in _COMPLEX:
         raise DTypeError(f"[finfo] {dtype.name} is no floating dtype")
     found = ml_dtypes.finfo(dtype) if dtype.num >= 256 else np.finfo(dtype)
-    return FloatInfo(
-        int(found.bits),
-        float(found.eps),
-        float(found.max),
-        float(found.min),
-        float(found.smallest_normal),
-        np.dtype(found.dtype),
-    )
+    limits = map(float, (found.eps, found.max, found.min, found.smallest_normal))
+    return FloatInfo(int(found.bits), *limits, np.dtype(found.dtype))
 
 
 def iinfo(type: np.dtype | Array, /) -> IntInfo:

@@ -134,9 +134,8 @@ class Op:
     wide_sums: bool = False
     flops: int = 1
     cuda: Cuda | None = None
-    plans: dict[int, Any] = field(
-        default_factory=dict, init=False
-    )  # what a tape keeps of a call, by the watched operands
+    # What a tape keeps of a call, by the watched operands.
+    plans: dict[int, Any] = field(default_factory=dict, init=False)
     numpy: Callable[..., Any] = field(init=False)
     _bound: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False)
 

@@ -146,6 +146,11 @@ def reduction(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Shape
     return ShapeDtype(reduced_shape(x.shape, params["axis"], params["keepdims"]), dtype)
 
 
+def places(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    """Integers in the shape of the first operand."""
+    return ShapeDtype(args[0].shape, np.dtype(np.int64))
+
+
 def same(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     """Like the first argument."""
     return ShapeDtype(args[0].shape, args[0].dtype)

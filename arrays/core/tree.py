@@ -97,12 +97,7 @@ def _exact(key: Any) -> Any:
     return repr(key) if type(key) in (bool, int, float, complex) else type(key)
 
 
-class _StarType:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_Star = _StarType()
+_Star: Any = type("_Star", (), {"__repr__": lambda self: "*"})()
 _LEAF = TreeDef("leaf")
 _NONE = TreeDef("none")
 _LEAF_TYPES: set[type] = set()  # found to be no containers, which takes longer to find out than to look up
@@ -253,11 +248,9 @@ def _rest(x: Any, keys: tuple[Any, ...] = (), children: Any = (), without: tuple
             )
         else:
             held[name] = value
-    return (
-        Rest(itself=False, attributes=held, same=tuple(same), factory=factory)
-        if held or same or factory is not None
-        else None
-    )
+    if not held and not same and factory is None:
+        return None
+    return Rest(itself=False, attributes=held, same=tuple(same), factory=factory)
 
 
 def register(
@@ -290,12 +283,8 @@ def register(
     >>> tree_map(lambda x: 2 * x, Point(a=1, b=[2]))
     Point(a=2, b=[4])
     """
-    if (
-        not isinstance(cls, type)
-        or cls in (dict, list, tuple, type(None))
-        or not callable(flatten)
-        or not callable(unflatten)
-    ):
+    containers = (dict, list, tuple, type(None))
+    if not isinstance(cls, type) or cls in containers or not callable(flatten) or not callable(unflatten):
         raise TreeError(
             f"[tree.register] takes a class of yours or of a library, and two functions, got {cls!r}, {flatten!r} and "
             f"{unflatten!r}"

@@ -126,11 +126,9 @@ def _index_array(item: Any, axis: int) -> Array:
             "only integers, slices (`:`), ellipsis (`...`), None and integer or boolean arrays are valid indices, "
             f"got {type(item).__name__} {item!r} at axis {axis}"
         )
-    array = (
-        item
-        if isinstance(item, Array)
-        else asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None), device="cpu")
-    )
+    array = item
+    if not isinstance(item, Array):
+        array = asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None), device="cpu")
     if array.dtype != np.bool_:
         if array.dtype.kind not in "iu":
             raise ArrayIndexError(

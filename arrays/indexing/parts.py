@@ -36,11 +36,9 @@ class IndexedPart(NamedTuple):
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         here = self.values.size * self.values.dtype.itemsize
-        return (
-            here
-            if is_basic(self.template)
-            else here + 8 * self.values.size // max(indexed_axes(self.template, shape)[1], 1)
-        )
+        if is_basic(self.template):
+            return here
+        return here + 8 * self.values.size // max(indexed_axes(self.template, shape)[1], 1)
 
 
 class RowsPart(NamedTuple):

@@ -21,20 +21,7 @@ from ..core.devices import CPU
 from ..core.dispatch import Deferred, apply
 from ..core.index_template import Template, is_basic, numpy_key
 from ..core.op import Op, ShapeDtype, not_recording, state
-from ..ops.elementwise import (
-    ADD,
-    ALIAS,
-    ASTYPE,
-    CONJ,
-    DIVIDE,
-    MAXIMUM,
-    MINIMUM,
-    MULTIPLY,
-    NEGATIVE,
-    POSITIVE,
-    STOP_GRADIENT,
-    SUBTRACT,
-)
+from ..ops import elementwise as ew
 from ..reductions.reductions import MEAN, SUM
 from .indexing import SCATTER, register_sparse_scatter
 from .lazy_adam import LAZY_ADAM, lazy_adam_at
@@ -132,11 +119,8 @@ class SparseCotangent(Deferred):
         return SparseCotangent(parts, self.shape, self.dtype, held)
 
     def _merged(self, other: SparseCotangent) -> tuple[Sequence[IndexedPart | RowsPart], int]:
-        if (
-            len(other._parts) == 1
-            and type(last := self._parts[len(self._parts) - 1]) is IndexedPart
-            and type(new := other._parts[0]) is IndexedPart
-        ):
+        last, new = self._parts[len(self._parts) - 1], other._parts[0]
+        if len(other._parts) == 1 and type(last) is IndexedPart and type(new) is IndexedPart:
             same = last.template == new.template and all(map(_is, last.arrays, new.arrays))
             if same and tuple(map(type, last.template)) == tuple(map(type, new.template)):
                 merged = last._replace(values=last.values + new.values)
@@ -195,13 +179,13 @@ class SparseCotangent(Deferred):
         return self.map(np.negative)
 
     def __mul__(self, other: Any) -> Any:
-        return call(MULTIPLY, (self, other), {})
+        return call(ew.MULTIPLY, (self, other), {})
 
     def __rmul__(self, other: Any) -> Any:
-        return call(MULTIPLY, (other, self), {})
+        return call(ew.MULTIPLY, (other, self), {})
 
     def __truediv__(self, other: Any) -> Any:
-        return call(DIVIDE, (self, other), {})
+        return call(ew.DIVIDE, (self, other), {})
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -247,18 +231,20 @@ def densify(xs: Sequence[Any]) -> None:
 # ----- calls of ops ---------------------------------------------------------------------------------------------------
 
 # Ops of two operands that may keep an operand sparse.
-_PAIRS = frozenset({ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM})
+_PAIRS = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE, ew.MAXIMUM, ew.MINIMUM})
 
-ADDS = frozenset({ADD, SUBTRACT})
+ADDS = frozenset({ew.ADD, ew.SUBTRACT})
 """Ops that add a sparse operand to a dense one."""
 
 # A tape keeps no operand of these.
-_SAVED_BY_NONE = frozenset({ADD, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SCATTER, STOP_GRADIENT, SUBTRACT, MEAN, SUM})
+_SAVED_BY_NONE = frozenset(
+    {ew.ADD, ew.ALIAS, ew.ASTYPE, ew.CONJ, ew.NEGATIVE, ew.POSITIVE, SCATTER, ew.STOP_GRADIENT, ew.SUBTRACT, MEAN, SUM}
+)
 
 
 def saves_nothing(op: Op, args: Sequence[Any]) -> bool:
     """Whether a tape that records the call keeps no array that it reads."""
-    return op in _SAVED_BY_NONE or (op in (MULTIPLY, DIVIDE) and type(args[1]) in (int, float, complex))
+    return op in _SAVED_BY_NONE or (op in (ew.MULTIPLY, ew.DIVIDE) and type(args[1]) in (int, float, complex))
 
 
 def _number(b: Any) -> Any:
@@ -297,23 +283,23 @@ def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Se
     if op not in ADDS or getattr(other, "shape", None) != g.shape or other.dtype != g.dtype:
         return None
     if type(other) is SparseCotangent:
-        return x.add(y if op is ADD else y.map(np.negative))
-    if type(other) is not np.ndarray or (op is SUBTRACT and y is not g):
+        return x.add(y if op is ew.ADD else y.map(np.negative))
+    if type(other) is not np.ndarray or (op is ew.SUBTRACT and y is not g):
         return None
     if g.parts > 1:
         g.summed()  # once, as a dense gradient would be before it is added to something
     own = any(f and b is other for f, b in zip(free, bufs, strict=False))
-    return (g if op is ADD else g.map(np.negative)).add_to(other if own else np.array(other))
+    return (g if op is ew.ADD else g.map(np.negative)).add_to(other if own else np.array(other))
 
 
 def _keeps_zero(op: Op, first: bool, number: Any) -> bool:
     """Whether ``op`` of zero and a number is zero."""
-    if op in (MULTIPLY, DIVIDE):
+    if op in (ew.MULTIPLY, ew.DIVIDE):
         # Infinity times zero is not zero, nor is a quotient by it: what is not finite must not be hidden.
-        return bool(np.isfinite(number)) and (op is MULTIPLY or (first and number != 0))
-    if op is MAXIMUM:
+        return bool(np.isfinite(number)) and (op is ew.MULTIPLY or (first and number != 0))
+    if op is ew.MAXIMUM:
         return bool(number < 0)
-    return bool(number > 0) if op is MINIMUM else False
+    return bool(number > 0) if op is ew.MINIMUM else False
 
 
 def call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[bool] = ()) -> Any:

@@ -41,25 +41,11 @@ _MAKERS = ("copy", "_like", "zeros", "ones", "full", "empty", "eye", "array")
 _WRITERS = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
 # They show or store an array, or read no value of it: nothing is computed from the result, so that its history does not
 # matter.
-_SHOWING = {
-    "array2string",
-    "array_repr",
-    "array_str",
-    "common_type",
-    "min_scalar_type",
-    "may_share_memory",
-    "shares_memory",
-}
-_SHOWING |= {"save", "savetxt", "savez", "savez_compressed"}
+_SHOWING = {"array2string", "array_repr", "array_str", "save", "savetxt", "savez", "savez_compressed"}
+_SHOWING |= {"common_type", "min_scalar_type", "may_share_memory", "shares_memory"}
 
-_REDUCTIONS = {
-    "add": "sum",
-    "multiply": "prod",
-    "maximum": "max",
-    "minimum": "min",
-    "logical_and": "all",
-    "logical_or": "any",
-}
+_REDUCTIONS = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
+_REDUCTIONS |= {"logical_and": "all", "logical_or": "any"}
 _ACCUMULATIONS = {"add": "cumulative_sum", "multiply": "cumulative_prod"}
 _UPDATES = {n: n for n in ("add", "subtract", "multiply", "divide", "power")} | {"maximum": "max", "minimum": "min"}
 _NUMPYS = (np.ndarray, np.memmap)  # other subclasses mean something else by the same memory: masks, matrices, units
@@ -71,12 +57,8 @@ _SPECIAL = {"erf": "erf", "expit": "nn.sigmoid", "log_expit": "nn.log_sigmoid"}
 def ufuncs() -> dict[np.ufunc, Callable[..., Any]]:
     """Our function for each ufunc of NumPy that has one."""
     ours = _namespace()
-    found = {}
-    for name in dir(np):
-        ufunc = getattr(np, name)
-        if isinstance(ufunc, np.ufunc) and hasattr(ours, name):
-            found[ufunc] = getattr(ours, name)
-    return found
+    theirs = {name: getattr(np, name) for name in dir(np) if hasattr(ours, name)}
+    return {ufunc: getattr(ours, name) for name, ufunc in theirs.items() if isinstance(ufunc, np.ufunc)}
 
 
 @functools.cache
@@ -86,13 +68,9 @@ def functions() -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for theirs, own in ((np.fft, ours.fft), (np.linalg, ours.linalg), (np, ours)):
         for name, fn in vars(theirs).items():
+            known = not name.startswith("_") and name not in _WRITERS and hasattr(own, name)
             # Only what hands its call over: the others are NumPy's own makers of arrays.
-            if (
-                not name.startswith("_")
-                and name not in _WRITERS
-                and hasattr(fn, "_implementation")
-                and hasattr(own, name)
-            ):
+            if known and hasattr(fn, "_implementation"):
                 found[fn] = getattr(own, name)
     return found | {np.linalg.svd: _svd, np.broadcast_arrays: _broadcast_arrays, sliding_window_view: _windows}
 
@@ -405,12 +383,9 @@ def _windows(x: Any, window_shape: Any, axis: Any = None, *, subok: bool = False
 
 def _is_ours(x: Any) -> bool:
     """Whether an operand does not belong to another library with a protocol of its own."""
-    kind = type(x)
-    return (
-        kind is Array
-        or kind in _NUMPYS
-        or (getattr(kind, "__array_ufunc__", None) is None and not isinstance(x, np.ndarray))
-    )
+    if type(x) is Array or type(x) in _NUMPYS:
+        return True
+    return getattr(type(x), "__array_ufunc__", None) is None and not isinstance(x, np.ndarray)
 
 
 def _operand(x: Any) -> Any:

@@ -227,7 +227,6 @@ class Values:
             return self
         if isinstance(self._buf, Deferred):
             return wrap(np.array(self._concrete())).to_device(target)
-
         return wrap(backend_for(target).from_host(self._concrete(), target))
 
     # ----- copies -----------------------------------------------------------------------------------------------------

@@ -84,17 +84,13 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "GetErrorString": (_I,),
     "Create": (_P,),
     "SetStream": (_P, _P),
-    "CreateTensorDescriptor": (_P,),
     "SetTensorNdDescriptor": (_P, _I, _I, _P, _P),
-    "DestroyTensorDescriptor": (_P,),
-    "CreateFilterDescriptor": (_P,),
     "SetFilterNdDescriptor": (_P, _I, _I, _I, _P),
-    "DestroyFilterDescriptor": (_P,),
-    "CreateConvolutionDescriptor": (_P,),
     "SetConvolutionNdDescriptor": (_P, _I, _P, _P, _P, _I, _I),
     "SetConvolutionGroupCount": (_P, _I),
     "SetConvolutionMathType": (_P, _I),
-    "DestroyConvolutionDescriptor": (_P,),
+    **{f"Create{kind}Descriptor": (_P,) for kind in ("Tensor", "Filter", "Convolution")},
+    **{f"Destroy{kind}Descriptor": (_P,) for kind in ("Tensor", "Filter", "Convolution")},
     **{f"GetConvolution{kind}Algorithm_v7": (_P, _P, _P, _P, _P, _I, _P, _P) for kind in KINDS},
     **{f"Convolution{kind}": (_P, _P, _P, _P, _P, _P, _P, _I, _P, _N, _P, _P, _P) for kind in KINDS},
 }
@@ -261,16 +257,11 @@ def _laid(cupy: Any, x: Any, dtype: np.dtype, last: bool) -> Any:
     return cupy.array(moved, order="C") if not last else cupy.moveaxis(cupy.array(moved, order="C"), -1, 1)
 
 
+Ints = tuple[int, ...]
+
+
 def convolution(
-    xp: Any,
-    kind: str,
-    x: Any,
-    y: Any,
-    shape: tuple[int, ...],
-    padding: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    xp: Any, kind: str, x: Any, y: Any, shape: Ints, padding: Ints, stride: Ints, dilation: Ints, groups: int
 ) -> Any:
     """The result, of ``shape``, of a function of :data:`KINDS` on two of CuPy's arrays, in the order that it names;
     None where cuDNN does not serve it.

@@ -45,6 +45,9 @@ NAMES = {
 NOTHING = np.uint64(0)
 """The address of an operand that is not there."""
 
+Lengths = Sequence[int]
+"""Of a grid in blocks, or of a block in threads, along each dimension."""
+
 
 class Properties(NamedTuple):
     """The properties of a device for launch geometry."""
@@ -66,13 +69,7 @@ class Runner(Protocol):
         """Of the first element."""
 
     def launch(
-        self,
-        file: str,
-        kernel: str,
-        grid: Sequence[int],
-        block: Sequence[int],
-        arguments: Sequence[Any],
-        shared: int = 0,
+        self, file: str, kernel: str, grid: Lengths, block: Lengths, arguments: Sequence[Any], shared: int = 0
     ) -> None:
         """Start ``kernel`` of ``file``. Arguments are arrays of ``xp``, and NumPy scalars of the parameters' exact
         types."""
@@ -101,13 +98,7 @@ class CudaRunner:
         return array.data.ptr
 
     def launch(
-        self,
-        file: str,
-        kernel: str,
-        grid: Sequence[int],
-        block: Sequence[int],
-        arguments: Sequence[Any],
-        shared: int = 0,
+        self, file: str, kernel: str, grid: Lengths, block: Lengths, arguments: Sequence[Any], shared: int = 0
     ) -> None:
         fn = self._function(file, kernel)
         # Arrays that a kernel declares count as well: some hundred bytes.

@@ -82,13 +82,8 @@ def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) 
     """The sum over the first dimensions of an array without gaps, or over all of many short floats, in a fixed order,
     rounded once to ``dtype``; other sums are NotImplemented."""
     r, n = runner(), len(axis)
-    if (
-        n == x.ndim
-        and x.dtype.itemsize == 2
-        and x.flags.c_contiguous
-        and not x.size % _COLUMNS
-        and x.size >= 16 * _LEAST
-    ):
+    in_columns = x.flags.c_contiguous and not x.size % _COLUMNS and x.size >= 16 * _LEAST
+    if n == x.ndim and x.dtype.itemsize == 2 and in_columns:
         columns = column_sums(x.reshape(-1, _COLUMNS), (0,), False, wide(x.dtype))
         return columns.sum().astype(dtype).reshape((1,) * (n if keepdims else 0))
     width = math.prod(x.shape[n:])

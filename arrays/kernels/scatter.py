@@ -276,11 +276,9 @@ def _raw(a: Any, inner: int) -> tuple[Any, int]:
 def write_rows(out: Any, v: Any, template: Any, arrays: Sequence[Any]) -> None:
     """``out[key] = v`` in place (``out`` contiguous, the key with index arrays): the last write in C order stays."""
     places, inner = rows_of(template, arrays, out.shape)
-    count = places.shape[0]
-    if not count * inner:
-        return
-    values, one = _values(v, places, inner, template, arrays, out)
-    _put(out, places, values, inner, one)
+    if places.shape[0] * inner:
+        values, one = _values(v, places, inner, template, arrays, out)
+        _put(out, places, values, inner, one)
 
 
 def _put(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
@@ -346,7 +344,8 @@ def index_extremum(name: str) -> Callable[..., Any]:
         if not count * inner:
             return out
         values, _ = _values(v, places, inner, template, arrays, out)
-        values = xp.broadcast_to(values.astype(_compared_as(out.dtype), copy=False), (count, inner))
+        compared = wide(out.dtype) if out.dtype in KERNEL_FLOATS else out.dtype
+        values = xp.broadcast_to(values.astype(compared, copy=False), (count, inner))
         order = _order(places, out.size // inner)
         places, values = take_rows(places, order), values[order]
         distance = 1
@@ -361,7 +360,3 @@ def index_extremum(name: str) -> Callable[..., Any]:
         return out
 
     return impl
-
-
-def _compared_as(dtype: np.dtype) -> np.dtype:
-    return wide(dtype) if dtype in KERNEL_FLOATS else dtype

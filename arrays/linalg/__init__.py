@@ -11,30 +11,7 @@ from __future__ import annotations
 
 from ..ops.manipulation import matrix_transpose
 from ..ops.matmul import cross, matmul, outer, tensordot, vecdot
-from .decompositions import (
-    EighResult,
-    EigResult,
-    QRResult,
-    SlogdetResult,
-    SVDResult,
-    cholesky,
-    det,
-    diagonal,
-    eig,
-    eigh,
-    eigvals,
-    eigvalsh,
-    inv,
-    matrix_power,
-    matrix_rank,
-    pinv,
-    qr,
-    slogdet,
-    solve,
-    svd,
-    svdvals,
-    trace,
-)
+from .decompositions import *
 from .least_squares import cond, lstsq, multi_dot, norm, tensorinv, tensorsolve
 from .matrix_norms import matrix_norm, vector_norm
 

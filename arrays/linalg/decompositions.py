@@ -15,25 +15,8 @@ from ..ops.manipulation import broadcast_to, matrix_transpose
 from ..ops.matmul import matmul
 from ..reductions.reductions import sum
 from ..reductions.searching import count_nonzero
-from .lapack import (
-    CHOLESKY,
-    DET,
-    EIG,
-    EIGH,
-    EIGVALS,
-    EIGVALSH,
-    INV,
-    PINV,
-    QR,
-    SLOGDET,
-    SOLVE,
-    SVD,
-    SVDVALS,
-    back,
-    matrices,
-    one,
-    several,
-)
+from . import lapack as la
+from .lapack import back, matrices, one, several
 
 # ----- solving --------------------------------------------------------------------------------------------------------
 
@@ -49,7 +32,7 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
     Array([[2., 0.],
            [1., 1.]], dtype=float64)
     """
-    lower = one(CHOLESKY, x)
+    lower = one(la.CHOLESKY, x)
     return matrix_transpose(conj(lower)) if upper else lower
 
 
@@ -60,7 +43,7 @@ def inv(x: Any, /) -> Array:
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float64)
     """
-    return one(INV, x)
+    return one(la.INV, x)
 
 
 def solve(x1: Any, x2: Any, /) -> Array:
@@ -77,7 +60,7 @@ def solve(x1: Any, x2: Any, /) -> Array:
         raise ShapeError(
             f"[solve] {a.shape} times what is {asarray(x2).shape}: the lengths {a.shape[-1]} and {b.shape[-2]}"
         )
-    out = back(apply(SOLVE, (a, b)), dtype if dtype == other else None)
+    out = back(apply(la.SOLVE, (a, b)), dtype if dtype == other else None)
     return out[..., 0] if vector else out
 
 
@@ -116,9 +99,9 @@ def pinv(x: Any, /, rtol: Any = None) -> Array:
     x, dtype = matrices("pinv", x)
     if rtol is None or isinstance(rtol, int | float):
         bound = _rtol(x) if rtol is None else float(rtol)
-        return back(apply(PINV, (x,), {"rtol": bound}), dtype)
+        return back(apply(la.PINV, (x,), {"rtol": bound}), dtype)
     # One tolerance a matrix: an operand, not a parameter.
-    u, s, vh = apply(SVD, (x,), {"full_matrices": False})
+    u, s, vh = apply(la.SVD, (x,), {"full_matrices": False})
     kept = s > asarray(rtol)[..., None] * s[..., :1]
     inverse = where(kept, 1.0 / where(kept, s, 1.0), 0.0)
     return back(matmul(matrix_transpose(conj(vh)) * inverse[..., None, :], matrix_transpose(conj(u))), dtype)
@@ -135,7 +118,7 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     Array(1)
     """
     x, _ = matrices("matrix_rank", x)
-    s = apply(SVDVALS, (x,))
+    s = apply(la.SVDVALS, (x,))
     bound = _rtol(x) if rtol is None else rtol if isinstance(rtol, int | float) else asarray(rtol)[..., None]
     return count_nonzero(s > bound * s[..., :1], axis=-1)
 
@@ -156,7 +139,7 @@ def det(x: Any, /) -> Array:
     >>> round(float(mt.linalg.det(mt.asarray([[1.0, 2.0], [3.0, 4.0]]))), 12)
     -2.0
     """
-    return one(DET, x)
+    return one(la.DET, x)
 
 
 def slogdet(x: Any, /) -> SlogdetResult:
@@ -165,7 +148,7 @@ def slogdet(x: Any, /) -> SlogdetResult:
     >>> mt.linalg.slogdet(mt.asarray([[2.0, 0.0], [0.0, -1.0]]))
     SlogdetResult(sign=Array(-1., dtype=float64), logabsdet=Array(0.69314718, dtype=float64))
     """
-    return SlogdetResult(*several(SLOGDET, x))
+    return SlogdetResult(*several(la.SLOGDET, x))
 
 
 # ----- decompositions -------------------------------------------------------------------------------------------------
@@ -206,7 +189,7 @@ def eigh(x: Any, /) -> EighResult:
     >>> mt.linalg.eigh(mt.asarray([[2.0, 0.0], [0.0, 1.0]])).eigenvalues
     Array([1., 2.], dtype=float64)
     """
-    return EighResult(*several(EIGH, x))
+    return EighResult(*several(la.EIGH, x))
 
 
 def eigvalsh(x: Any, /) -> Array:
@@ -215,7 +198,7 @@ def eigvalsh(x: Any, /) -> Array:
     >>> mt.linalg.eigvalsh(mt.asarray([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float64)
     """
-    return one(EIGVALSH, x)
+    return one(la.EIGVALSH, x)
 
 
 def eig(x: Any, /) -> EigResult:
@@ -224,7 +207,7 @@ def eig(x: Any, /) -> EigResult:
     >>> mt.linalg.eig(mt.asarray([[2.0, 0.0], [0.0, 3.0]])).eigenvalues
     Array([2.+0.j, 3.+0.j], dtype=complex128)
     """
-    return EigResult(*several(EIG, x))
+    return EigResult(*several(la.EIG, x))
 
 
 def eigvals(x: Any, /) -> Array:
@@ -233,7 +216,7 @@ def eigvals(x: Any, /) -> Array:
     >>> mt.linalg.eigvals(mt.asarray([[0.0, -1.0], [1.0, 0.0]]))
     Array([0.+1.j, 0.-1.j], dtype=complex128)
     """
-    return one(EIGVALS, x)
+    return one(la.EIGVALS, x)
 
 
 def qr(x: Any, /, mode: str = "reduced") -> QRResult:
@@ -248,7 +231,7 @@ def qr(x: Any, /, mode: str = "reduced") -> QRResult:
         raise ArgumentError(f"[qr] mode must be 'reduced' or 'complete', got {mode!r}")
     x, dtype = matrices("qr", x)
     mode = mode if x.shape[-2] > x.shape[-1] else "reduced"  # one thing, then; and that one has a derivative
-    return QRResult(*(back(y, dtype) for y in apply(QR, (x,), {"mode": mode})))
+    return QRResult(*(back(y, dtype) for y in apply(la.QR, (x,), {"mode": mode})))
 
 
 def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
@@ -262,7 +245,7 @@ def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
     """
     x, dtype = matrices("svd", x)
     full = bool(full_matrices) and x.shape[-1] != x.shape[-2]
-    return SVDResult(*(back(y, dtype) for y in apply(SVD, (x,), {"full_matrices": full})))
+    return SVDResult(*(back(y, dtype) for y in apply(la.SVD, (x,), {"full_matrices": full})))
 
 
 def svdvals(x: Any, /) -> Array:
@@ -271,7 +254,7 @@ def svdvals(x: Any, /) -> Array:
     >>> mt.linalg.svdvals(mt.asarray([[3.0, 0.0], [0.0, 4.0]]))
     Array([4., 3.], dtype=float64)
     """
-    return one(SVDVALS, x, square=False)
+    return one(la.SVDVALS, x, square=False)
 
 
 # ----- diagonals ------------------------------------------------------------------------------------------------------
@@ -300,3 +283,6 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     Array(5)
     """
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
+
+
+__all__ = [n for n, v in globals().items() if getattr(v, "__module__", None) == __name__ and n[0] != "_"]

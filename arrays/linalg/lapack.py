@@ -77,10 +77,7 @@ def _called(xp: Any, name: str, *args: Any, **params: Any) -> Any:
 
 
 def _plain(name: str) -> Callable[..., Any]:
-    def impl(xp: Any, *args: Any, **params: Any) -> Any:
-        return _called(xp, name, *args, **params)
-
-    return impl
+    return lambda xp, *args, **params: _called(xp, name, *args, **params)
 
 
 def _solve(xp: Any, a: Any, b: Any) -> Any:
@@ -102,22 +99,14 @@ def _eigvals(xp: Any, x: Any) -> Any:
     return _called(xp, "eigvals", x).astype(complex_of(x.dtype), copy=False)
 
 
-def _svdvals(xp: Any, x: Any) -> Any:
-    return _called(xp, "svd", x, compute_uv=False)
-
-
 def _adjugate(xp: Any, x: Any) -> Any:
     """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
     # LAPACK has no SVD of what is not finite.
     if xp is np and not (finite := np.isfinite(x).all(axis=(-2, -1), keepdims=True)).all():
         return np.where(finite, _adjugate(xp, np.where(finite, x, 0)), np.nan).astype(x.dtype, copy=False)
     u, s, vh = _called(xp, "svd", x.astype(wide(x.dtype), copy=False))
-    n = x.shape[-1]
-    others = (
-        xp.stack([xp.prod(xp.concatenate([s[..., :i], s[..., i + 1 :]], axis=-1), axis=-1) for i in range(n)], axis=-1)
-        if n
-        else s
-    )
+    others = [xp.concatenate([s[..., :i], s[..., i + 1 :]], axis=-1) for i in range(x.shape[-1])]
+    others = xp.stack([xp.prod(o, axis=-1) for o in others], axis=-1) if others else s
     phase = xp.linalg.det(u) * xp.linalg.det(vh)
     vo = xp.conj(xp.swapaxes(vh, -1, -2)) * others[..., None, :]
     return (phase[..., None, None] * (vo @ xp.conj(xp.swapaxes(u, -1, -2)))).astype(x.dtype, copy=False)
@@ -142,7 +131,7 @@ EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _shapes("m real"))
 EIG = Op("eig", ("x",), _eig, _shapes("m complex", "mn complex"), nout=2)
 EIGVALS = Op("eigvals", ("x",), _eigvals, _shapes("m complex"), decompose=lambda x: apply(EIG, (x,))[0])
 SVD = Op("svd", ("x",), _plain("svd"), _shapes("ml", "k real", "rn"), nout=3, params={"full_matrices": FLAG})
-SVDVALS = Op("svdvals", ("x",), _svdvals, _shapes("k real"))
+SVDVALS = Op("svdvals", ("x",), lambda xp, x: _called(xp, "svd", x, compute_uv=False), _shapes("k real"))
 QR = Op("qr", ("x",), _plain("qr"), _shapes("ml", "ln"), nout=2, params={"mode": one_of("reduced", "complete")})
 PINV = Op("pinv", ("x",), _pinv, _shapes("nm"), params={"rtol": NUMBER})
 

@@ -17,22 +17,8 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import real_of
 from ..core.errors import ArgumentError
 from ..core.op import composite
+from ..ops import elementwise as ew
 from ..ops.creation import asarray, beside
-from ..ops.elementwise import (
-    abs,
-    floor,
-    imag,
-    isfinite,
-    log2,
-    logical_and,
-    maximum,
-    minimum,
-    real,
-    sqrt,
-    square,
-    stop_gradient,
-    where,
-)
 from ..ops.manipulation import astype, expand_dims, squeeze
 from ..reductions.reductions import max, min, sum
 from .lapack import SVDVALS, back, matrices
@@ -53,10 +39,8 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     if x.dtype.kind in "biu":
         x = astype(x, np.float64)
     elif (low := x.dtype).itemsize <= 2:
-        if (
-            ord == 2
-            and (found := _plainly(x, shape_rules.normalize_axis("vector_norm", axis, x.ndim), keepdims)) is not None
-        ):
+        axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)
+        if ord == 2 and (found := _plainly(x, axes, keepdims)) is not None:
             return astype(found, low)
         return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
     axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)
@@ -64,26 +48,26 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     if ord == 0:
         return astype(sum(astype(x != 0, np.int64), **over), real_of(x.dtype))
     if ord == math.inf:
-        return max(abs(x), **over) if x.size else sum(abs(x), **over)
+        return max(ew.abs(x), **over) if x.size else sum(ew.abs(x), **over)
     if ord == -math.inf:
-        return min(abs(x), **over)
+        return min(ew.abs(x), **over)
     if ord == 1:
-        return sum(abs(x), **over)
+        return sum(ew.abs(x), **over)
     if ord == 2 and (found := _plainly(x, axes, keepdims)) is not None:
         return found
     scale, over = _scale(x, axes, ord), {"axis": axes, "keepdims": True}
     if ord == 2:
         # (Part by part: a complex number is divided by way of the square of what divides it.)
-        parts = (real(x), imag(x)) if x.dtype.kind == "c" else (x,)
-        total = functools.reduce(operator.add, (sum(square(part / scale), **over) for part in parts))
+        parts = (ew.real(x), ew.imag(x)) if x.dtype.kind == "c" else (x,)
+        total = functools.reduce(operator.add, (sum(ew.square(part / scale), **over) for part in parts))
         # The root has no slope at zero: there the branch that is not taken must not divide by it.
-        out = where(total == 0, 0.0, sqrt(where(total == 0, 1.0, total)))
+        out = ew.where(total == 0, 0.0, ew.sqrt(ew.where(total == 0, 1.0, total)))
     elif ord < 0:
-        out = sum((abs(x) / scale) ** ord, **over) ** (1.0 / ord)
+        out = sum((ew.abs(x) / scale) ** ord, **over) ** (1.0 / ord)
     else:
-        size = abs(x) / scale
-        total = sum(where(size == 0, 0.0, where(size == 0, 1.0, size) ** ord), **over)
-        out = where(total == 0, 0.0, where(total == 0, 1.0, total) ** (1.0 / ord))
+        size = ew.abs(x) / scale
+        total = sum(ew.where(size == 0, 0.0, ew.where(size == 0, 1.0, size) ** ord), **over)
+        out = ew.where(total == 0, 0.0, ew.where(total == 0, 1.0, total) ** (1.0 / ord))
     out = out * scale
     return out if keepdims else squeeze(out, axis=axes)
 
@@ -118,12 +102,12 @@ def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
     limits = np.finfo(x.dtype)
     if not x.size:
         return asarray(1.0, dtype=limits.dtype, device=beside(x))
-    size = maximum(abs(real(x)), abs(imag(x))) if x.dtype.kind == "c" and ord > 0 else abs(x)
-    at = stop_gradient((max if ord > 0 else min)(size, axis=axes, keepdims=True))
-    usable = logical_and(at > 0, isfinite(at))
-    exponent = floor(log2(where(usable, at, 1.0)))
+    size = ew.maximum(ew.abs(ew.real(x)), ew.abs(ew.imag(x))) if x.dtype.kind == "c" and ord > 0 else ew.abs(x)
+    at = ew.stop_gradient((max if ord > 0 else min)(size, axis=axes, keepdims=True))
+    usable = ew.logical_and(at > 0, ew.isfinite(at))
+    exponent = ew.floor(ew.log2(ew.where(usable, at, 1.0)))
     # A smaller one would have an infinite inverse; and the logarithm of the largest number is rounded up.
-    return 2.0 ** minimum(maximum(exponent, float(limits.minexp + 2)), float(limits.maxexp - 1))
+    return 2.0 ** ew.minimum(ew.maximum(exponent, float(limits.minexp + 2)), float(limits.maxexp - 1))
 
 
 @composite("matrix_norm")
@@ -140,9 +124,9 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
     if ord in ("fro", None):
         return back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
     if ord in (1, 2, math.inf, "nuc") and 0 in x.shape[-2:]:
-        return back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
+        return back(sum(ew.abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
     if ord in (1, -1, math.inf, -math.inf):
-        lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
+        lines = sum(ew.abs(x), axis=-2 if ord in (1, -1) else -1)
         out = (max if ord > 0 else min)(lines, axis=-1)
     elif ord in (2, -2, "nuc"):
         scale = _scale(x, (-2, -1), 2) if x.dtype.kind == "c" and x.size else None

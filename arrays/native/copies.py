@@ -32,8 +32,6 @@ def stream(to: np.ndarray, source: np.ndarray) -> None:
     >>> to[1]
     array([3., 4., 5.])
     """
-    fits = (
-        _kernels is not None and source.nbytes >= _WORTH_A_CALL and (to.shape, to.dtype) == (source.shape, source.dtype)
-    )
-    if not (fits and _kernels.stream(to, source)):
+    fits = source.nbytes >= _WORTH_A_CALL and (to.shape, to.dtype) == (source.shape, source.dtype)
+    if not (fits and _kernels is not None and _kernels.stream(to, source)):
         to[...] = source

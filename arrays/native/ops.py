@@ -144,16 +144,10 @@ def _by_classes(kernel: str, operands: tuple[Any, ...], logits: Any, ignored: in
 
 
 def rotary_embedding(x: Any, cosines: Any, sines: Any, inverse: bool) -> Any:
-    if (
-        not _takes(x)
-        or x.ndim < 2
-        or any(
-            type(t) is not np.ndarray
-            or t.shape[-2:] != (x.shape[-2], x.shape[-1] // 2)
-            or t.size * 2 != math.prod(x.shape[-2:])
-            for t in (cosines, sines)
-        )
-    ):
+    if not _takes(x) or x.ndim < 2:
+        return NotImplemented
+    table, size = (x.shape[-2], x.shape[-1] // 2), math.prod(x.shape[-2:])
+    if any(type(t) is not np.ndarray or t.shape[-2:] != table or t.size * 2 != size for t in (cosines, sines)):
         return NotImplemented
     # In the order in which the rows lie: heads are views whose positions lie further apart than the heads.
     order = (*sorted(range(x.ndim - 1), key=lambda d: -x.strides[d]), x.ndim - 1)

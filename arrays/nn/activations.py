@@ -173,10 +173,7 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
     0.841345
     """
     x = inexact(x)
-    if not approximate:
-        return apply(GELU, (x,))
-
-    return _gelu_by_tanh(x)
+    return _gelu_by_tanh(x) if approximate else apply(GELU, (x,))
 
 
 @composite("silu")

@@ -250,16 +250,10 @@ def _widened(*arrays: Array) -> list[Array]:
 
 
 def _composed(
-    q: Array,
-    k: Array,
-    v: Array,
-    *mask: Array,
-    scale: float,
-    diagonal: int | None,
-    drop: Callable[[Array], Array] = lambda weights: weights,
+    *operands: Array, scale: float, diagonal: int | None, drop: Callable[[Array], Array] = lambda weights: weights
 ) -> Array:
-    dtype = result_type(q.dtype, k.dtype, v.dtype)
-    q, k, v, *wide = _widened(q, k, v, *mask)
+    dtype = result_type(*(x.dtype for x in operands[:3]))
+    q, k, v, *wide = _widened(*operands)
     scores, allowed = _scores(q, k, wide, scale, diagonal)
     return astype(matmul(drop(softmax(scores, where=allowed)), v), dtype, copy=False)
 
@@ -288,18 +282,9 @@ def _summed_to(x: Array, like: Array) -> Array:
     return astype(reshape(sum_(x, axis=axes) if axes else x, like.shape), like.dtype, copy=False)
 
 
-def _decompose_backward(
-    count: int,
-    g: Array,
-    query: Array,
-    key: Array,
-    value: Array,
-    *saved_and_mask: Array,
-    scale: float,
-    diagonal: int | None,
-) -> tuple[Array, ...]:
+def _decompose_backward(count: int, g: Array, *given: Array, scale: float, diagonal: int | None) -> tuple[Array, ...]:
     # Not of the saved results, which are functions of the operands: so its derivative is that of all of it.
-    operands = query, key, value, *saved_and_mask[3:]
+    operands = *given[:3], *given[6:]
     g, q, k, v, *wide = _widened(g, *operands)
     scores, allowed = _scores(q, k, wide, scale, diagonal)
     weights = softmax(scores, where=allowed)

@@ -21,6 +21,7 @@ from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..kernels import cudnn
+from ..kernels.cudnn import Ints
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
 from ..ops.matmul import MATMUL
@@ -29,8 +30,6 @@ from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum
 from ..statistics.padding import pad
-
-Ints = tuple[int, ...]
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 # x: (N, groups * I, *image), to which ``padding`` adds zeros at both ends; w: (groups * O, I, *kernel); result:
@@ -43,10 +42,8 @@ COLUMNS_ON_A_GPU = 1 << 26
 
 
 def _out_shape(image: Ints, kernel: Ints, padding: Ints, stride: Ints, dilation: Ints) -> Ints:
-    return tuple(
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, p, s, d in zip(image, kernel, padding, stride, dilation, strict=True)
-    )
+    sizes = zip(image, kernel, padding, stride, dilation, strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, s, d in sizes)
 
 
 def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
@@ -71,13 +68,8 @@ def _padded(xp: Any, x: Any, padding: Ints) -> Any:
 def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
     """Each tap of the kernel, with the part of the image that it meets."""
     for place in itertools.product(*map(range, kernel)):
-        yield (
-            place,
-            tuple(
-                slice(p * d, p * d + s * (n - 1) + 1, s)
-                for p, d, s, n in zip(place, dilation, stride, out, strict=True)
-            ),
-        )
+        steps = zip(place, dilation, stride, out, strict=True)
+        yield place, tuple(slice(p * d, p * d + s * (n - 1) + 1, s) for p, d, s, n in steps)
 
 
 def _blocks(xp: Any, n: int, w: Ints, out: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:

@@ -83,14 +83,7 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
 
 
 def _cross_entropy_backward(
-    xp: Any,
-    g: Any,
-    logits: Any,
-    labels: Any,
-    shift: Any,
-    total: Any,
-    ignore_index: int | None,
-    label_smoothing: float,
+    xp: Any, g: Any, logits: Any, labels: Any, shift: Any, total: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """The softmax is computed again: cheaper than writing it to memory in the forward pass and reading it back."""
     if is_low_precision(logits.dtype):
@@ -142,13 +135,7 @@ def _decompose(logits: Array, labels: Array, ignore_index: int | None, label_smo
 
 
 def _decompose_backward(
-    g: Array,
-    logits: Array,
-    labels: Array,
-    _shift: Array,
-    _total: Array,
-    ignore_index: int | None,
-    label_smoothing: float,
+    g: Array, logits: Array, labels: Array, *_saved: Array, ignore_index: int | None, label_smoothing: float
 ) -> Array:
     x = astype(logits, _wide(logits.dtype), copy=False)
     p = softmax(x)  # not by the saved results, functions of the logits: so the derivative is that of all of it

@@ -46,9 +46,8 @@ def _gelu(xp: Any, x: Any) -> Any:
 def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     dtype = np.result_type(dy.dtype, x.dtype)  # what is clipped may be a scalar of NumPy's, of another dtype
     if is_low_precision(dtype):
-        return GELU_BACKWARD.bind(xp)(*[a.astype(np.float32, order="C") for a in xp.broadcast_arrays(dy, x)]).astype(
-            dtype
-        )
+        wide = [a.astype(np.float32, order="C") for a in xp.broadcast_arrays(dy, x)]
+        return GELU_BACKWARD.bind(xp)(*wide).astype(dtype)
     x = x if x.dtype.kind == "c" else xp.clip(x, -FAR, FAR)
     with np.errstate(all="ignore"):
         out = dy * (_normal(xp, x) + x * xp.exp(-0.5 * x * x) * _DENSITY)

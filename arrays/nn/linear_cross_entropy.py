@@ -127,16 +127,9 @@ def _linear_cross_entropy(
 
 
 def _linear_cross_entropy_backward(
-    xp: Any,
-    g: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    shift: Any,
-    total: Any,
-    ignore_index: int | None,
-    label_smoothing: float,
+    xp: Any, g: Any, *operands: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
+    hidden, weight, labels, shift, total = operands
     t = _Tiles(xp, hidden, weight, labels, ignore_index)
     g, shift, total = (a.reshape(-1).astype(t.wide, copy=False) for a in (g, shift, total))
     if t.valid is not None:
@@ -215,17 +208,8 @@ def _within_float16(g: Any) -> tuple[Any, Any]:
     return xp.ldexp(g, power), xp.ldexp(xp.ones_like(top), -power)
 
 
-def _backward_on_gpu(
-    g: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    shift: Any,
-    total: Any,
-    *,
-    ignore_index: int | None,
-    label_smoothing: float,
-) -> Any:
+def _backward_on_gpu(g: Any, *operands: Any, ignore_index: int | None, label_smoothing: float) -> Any:
+    hidden, weight, labels, shift, total = operands
     t, xp = _OnGPU(hidden, weight, labels, ignore_index, label_smoothing), runner().xp
     of_rows = [contiguous(a.reshape(-1).astype(t.wide, copy=False)) for a in (g, shift, total)]
     d_hidden, d_weight, inverse = xp.zeros(t.hidden.shape, t.wide), xp.empty_like(weight), None
@@ -266,8 +250,7 @@ def _decompose_whole_backward(
     hidden: Array,
     weight: Array,
     labels: Array,
-    _shift: Array,
-    _total: Array,
+    *_saved: Array,
     ignore_index: int | None,
     label_smoothing: float,
 ) -> tuple[Array, Array]:

@@ -71,13 +71,10 @@ def cross_entropy(
     logits, labels = as_array(logits), as_array(labels)
     shape, dtype = logits.shape, logits.dtype
     if not shape or shape[:-1] != labels.shape:
-        remedy = (
-            "labels are numbers of classes, one for each row of logits"
-            if labels.shape != shape
-            else (
-                "for labels that are probabilities write -mt.mean(mt.sum(labels * mt.nn.log_softmax(logits), axis=-1))"
-            )
-        )
+        remedy = "labels are numbers of classes, one for each row of logits"
+        if labels.shape == shape:
+            written = "-mt.mean(mt.sum(labels * mt.nn.log_softmax(logits), axis=-1))"
+            remedy = f"for labels that are probabilities write {written}"
         raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}: {remedy}")
     if dtype.kind == "c":
         raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")

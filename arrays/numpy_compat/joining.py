@@ -17,6 +17,7 @@ from ..core.op import composite
 from ..ops.creation import asarray, elements
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..reductions.searching import take
+from ..reductions.sorting import flattened
 from .rearranging import atleast_1d, atleast_2d, atleast_3d
 
 
@@ -204,9 +205,7 @@ def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     >>> mt.delete(mt.arange(5), [0, -1])
     Array([1, 2, 3])
     """
-    x = asarray(x)
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = flattened(asarray(x), axis)
     axis = shape_rules.one_axis("delete", axis, x.ndim)
     where = where if isinstance(where, slice) else np.asarray(where)
     if (buf := buffer(x)) is not None:
@@ -225,8 +224,7 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
     """
     x = asarray(x)
     values = elements("insert", values, x.dtype)
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = flattened(x, axis)
     axis = shape_rules.one_axis("insert", axis, x.ndim)
     length = x.shape[axis]
     places = np.arange(*where.indices(length)) if isinstance(where, slice) else np.asarray(where)
@@ -239,15 +237,12 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
     rest = x.shape[:axis] + x.shape[axis + 1 :]
     if places.ndim == 0:
         # One place takes as many as there are values along the axis, which NumPy expects in front.
-        values = reshape(values, (1,) * (x.ndim - values.ndim) + values.shape)
-        values = moveaxis(values, 0, axis)
+        values = moveaxis(reshape(values, (1,) * (x.ndim - values.ndim) + values.shape), 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
     if (plain := buffers(x, new)) is not None:
         buf, put = plain
-        one = places.ndim == 0
-        return wrap(
-            np.asarray(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
-        )
+        at, put = (int(places), np.moveaxis(put, axis, 0)) if places.ndim == 0 else (flat, put)
+        return wrap(np.asarray(np.insert(buf, at, put, axis)))
     source = np.insert(np.arange(length), flat, length + np.arange(flat.size))
     return take(concat([x, new], axis=axis), source, axis=axis)

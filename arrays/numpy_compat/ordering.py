@@ -17,12 +17,12 @@ from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.manipulation import concat
 from ..reductions.searching import take_along_axis
-from ..reductions.sorting import _flat, argsort, sort
+from ..reductions.sorting import argsort, flattened, sort
 from ..statistics import sets
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
-    x, axis = _flat(x, axis)
+    x, axis = flattened(x, axis)
     for k in [kth] if np.ndim(kth) == 0 else kth:  # type: ignore[union-attr]
         try:
             k = operator.index(k)

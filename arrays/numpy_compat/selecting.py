@@ -17,6 +17,7 @@ from ..ops.creation import asarray, elements
 from ..ops.elementwise import clip, where
 from ..ops.manipulation import broadcast_to, expand_dims, moveaxis, reshape, stack
 from ..reductions.searching import along_axis, nonzero, take, take_along_axis
+from ..reductions.sorting import flattened
 
 
 @composite("select")
@@ -74,8 +75,7 @@ def compress(condition: Any, x: Any, /, axis: int | None = None) -> Array:
     x, condition = asarray(x), asarray(condition)
     if condition.ndim != 1:
         raise ShapeError(f"[compress] the condition is a vector, got shape {condition.shape}")
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = flattened(x, axis)
     return take(x, nonzero(condition)[0], axis=shape_rules.one_axis("compress", axis, x.ndim))
 
 

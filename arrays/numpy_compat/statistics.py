@@ -28,7 +28,7 @@ from ..reductions.cumulative import cumulative_prod, cumulative_sum
 from ..reductions.moments import mean
 from ..reductions.reductions import Axis, all, any, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
-from ..reductions.sorting import sort
+from ..reductions.sorting import flattened, sort
 from ..statistics import statistics
 from ..statistics.quantiles import between, quantile, weights_of
 
@@ -175,10 +175,9 @@ def cov(
         rest = where(rest > 0, rest, 0)
         centred = x - sum(x * w, axis=1, keepdims=True) / total
         product = matmul(centred * w, conj(centred).mT)
+    divisor = asarray(builtins.max(rest, 0) if isinstance(rest, int | float) else rest).astype(real_of(x.dtype))
     with np.errstate(divide="ignore", invalid="ignore"):
-        out = product / asarray(builtins.max(rest, 0) if isinstance(rest, int | float) else rest).astype(
-            real_of(x.dtype)
-        )
+        out = product / divisor
     return reshape(out, ()) if out.size == 1 else out
 
 
@@ -222,9 +221,7 @@ def divmod(x: Any, y: Any, /) -> tuple[Array, Array]:
 
 
 def _running(function: Any, x: Any, axis: int | None, dtype: Any) -> Array:
-    x = asarray(x)
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+    x, axis = flattened(asarray(x), axis)
     return function(x, axis=axis, dtype=dtype)
 
 

@@ -136,9 +136,8 @@ def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None,
     if x.dtype.kind in "biu":
         return x
     if x.dtype.kind == "c":
-        return nan_to_num(ew.real(x), copy, nan, posinf, neginf) + 1j * nan_to_num(
-            ew.imag(x), copy, nan, posinf, neginf
-        )
+        real, imag = (nan_to_num(part(x), copy, nan, posinf, neginf) for part in (ew.real, ew.imag))
+        return real + 1j * imag
     limits = finfo(x.dtype)
     x = where(ew.isnan(x), nan, x)
     x = where(x == math.inf, limits.max if posinf is None else posinf, x)

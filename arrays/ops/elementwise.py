@@ -5,7 +5,6 @@ Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import Cuda, Op, ShapeDtype, composite, defined
+from ..core.op import Cuda, Op, composite, defined
 from ..kernels import float8
 from ..native import AVAILABLE, ops
 from ..native.calls import first
@@ -494,16 +493,12 @@ def _positions(xp: Any, x: Any, axis: int, start: int) -> Any:
     return xp.broadcast_to(xp.arange(start, start + x.shape[axis]).reshape(shape), x.shape)
 
 
-def _infer_positions(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, np.dtype(np.int64))
-
-
 # Places along a dimension, counted from `start`: on a rank, from where its block starts.
 POSITIONS = Op(
     "positions",
     ("x",),
     _positions,
-    _infer_positions,
+    shape_rules.places,
     nondifferentiable="integer result",
     params={"axis": AXIS, "start": WHOLE},
     view="sometimes",

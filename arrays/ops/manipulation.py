@@ -35,16 +35,8 @@ def _reshape(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return out
 
 
-def _permute_dims(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
-    return x.transpose(axes)
-
-
 def _broadcast_to(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return xp.broadcast_to(x, shape)
-
-
-def _flip(xp: Any, x: Any, axis: tuple[int, ...]) -> Any:
-    return xp.flip(x, axis)
 
 
 def _concat(xp: Any, *xs: Any, axis: int) -> Any:
@@ -94,9 +86,11 @@ def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 
 RESHAPE = Op("reshape", ("x",), _reshape, _infer_reshape, params={"shape": SIZES}, view="always")
-PERMUTE_DIMS = Op("permute_dims", ("x",), _permute_dims, _infer_permute, params={"axes": ORDER}, view="always")
+PERMUTE_DIMS = Op(
+    "permute_dims", ("x",), lambda xp, x, axes: x.transpose(axes), _infer_permute, params={"axes": ORDER}, view="always"
+)
 BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _infer_broadcast, params={"shape": SIZES}, view="always")
-FLIP = Op("flip", ("x",), _flip, shape_rules.same, params={"axis": AXES}, view="always")
+FLIP = Op("flip", ("x",), lambda xp, x, axis: xp.flip(x, axis), shape_rules.same, params={"axis": AXES}, view="always")
 CONCAT = Op("concat", ("*xs",), _concat, _infer_concat, params={"axis": AXIS})
 
 # ----- functions ------------------------------------------------------------------------------------------------------

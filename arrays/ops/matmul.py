@@ -82,9 +82,8 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
         return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
     if x.dtype != y.dtype and xp is not np:
         return _matmul(xp, x.astype(dtype, copy=False), y.astype(dtype, copy=False))
-    if (
-        xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
-    ):  # CuPy has products of two matrices of these alone
+    # CuPy has products of two matrices of these alone.
+    if xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2):
         if y.ndim == 2 and x.shape[-1]:
             rows = _matmul(xp, x.reshape(-1, x.shape[-1]), y)
             return rows.reshape(*x.shape[:-1], y.shape[-1])

@@ -26,18 +26,7 @@ from .continuous import exponential, gumbel, normal, truncated_normal, uniform
 from .discrete import bernoulli, bits, categorical, integers
 from .keys import fold_in, key, split
 from .permutations import choice, permutation
-from .transformed import (
-    cauchy,
-    geometric,
-    laplace,
-    logistic,
-    lognormal,
-    multivariate_normal,
-    pareto,
-    rayleigh,
-    triangular,
-    weibull,
-)
+from .transformed import *
 
 __all__ = [n for n in dir() if not n.startswith("_") and callable(globals()[n])]
 __dir__ = __all__.copy

@@ -38,9 +38,8 @@ def fraction(xp: Any, w: Any) -> Any:
 
 @functools.cache
 def bits(dtype: np.dtype) -> BitTransform:
-    return (
-        BitTransform(1, 2, halves, ("Bits", ())) if dtype == U32 else BitTransform(1, 1, lambda xp, w: w, ("Bits", ()))
-    )
+    words, transform = (2, halves) if dtype == U32 else (1, lambda xp, w: w)
+    return BitTransform(1, words, transform, ("Bits", ()))
 
 
 @functools.lru_cache(maxsize=256)

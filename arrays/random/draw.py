@@ -19,7 +19,7 @@ from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.param_kinds import DRAW, Kind
 from . import bit_transforms as recipes
-from .philox import BitTransform, draw
+from .philox import BitTransform, Ints, draw
 
 RANDOM_BITS = "random bits"
 """Why no draw has a derivative."""
@@ -132,15 +132,7 @@ def op_of(
     All have the shape and offset of the block that is made, the global shape of the array it belongs to, and the dtype.
     """
 
-    def impl(
-        xp: Any,
-        key: Any,
-        shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        global_shape: tuple[int, ...],
-        dtype: np.dtype,
-        **own: Any,
-    ) -> Any:
+    def impl(xp: Any, key: Any, shape: Ints, offset: Ints, global_shape: Ints, dtype: np.dtype, **own: Any) -> Any:
         how = recipe(dtype, **own) if takes_dtype else recipe(**own)
         return draw(xp, key, how, dtype, shape, offset, global_shape, stream)
 

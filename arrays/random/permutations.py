@@ -17,26 +17,17 @@ from ..ops.param_kinds import DRAW, FLAG
 from . import bit_transforms as recipes
 from .discrete import integers
 from .draw import RANDOM_BITS, box_of, drawn, infer, whole
-from .philox import draw
+from .philox import Ints, draw
 
 
-def _permutation_impl(
-    xp: Any, key: Any, shape: tuple[int, ...], offset: tuple[int, ...], global_shape: tuple[int, ...], dtype: np.dtype
-) -> Any:
+def _permutation_impl(xp: Any, key: Any, shape: Ints, offset: Ints, global_shape: Ints, dtype: np.dtype) -> Any:
     # Every rank sorts all of the keys: no element is known before all are.
     order = draw(xp, key, recipes.bits(recipes.U64), recipes.U64, global_shape, (0,), global_shape)
     return box_of(xp.argsort(order, kind="stable"), shape, offset, dtype)
 
 
 def _choice_impl(
-    xp: Any,
-    key: Any,
-    p: Any,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    dtype: np.dtype,
-    replace: bool,
+    xp: Any, key: Any, p: Any, shape: Ints, offset: Ints, global_shape: Ints, dtype: np.dtype, replace: bool
 ) -> Any:
     weights = p.astype(np.float64)
     if xp is np:  # of a GPU, looking would wait for it

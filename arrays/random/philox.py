@@ -22,6 +22,7 @@ import numpy as np
 
 from ..kernels import philox as kernels
 
+Ints = tuple[int, ...]
 U64 = np.uint64
 _LOW32 = U64(0xFFFFFFFF)
 _32 = U64(32)
@@ -173,9 +174,9 @@ def draw(
     key: Any,
     recipe: BitTransform,
     dtype: np.dtype,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    global_shape: tuple[int, ...],
+    shape: Ints,
+    offset: Ints,
+    global_shape: Ints,
     stream: int = 0,
 ) -> Any:
     """The block of ``shape`` that starts at ``offset`` of the global array.

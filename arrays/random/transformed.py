@@ -12,7 +12,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import composite
+from ..core.op import composite, defined
 from ..core.shape_rules import as_shape
 from ..linalg.decompositions import cholesky
 from ..ops.creation import asarray
@@ -68,9 +68,8 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
     found, wide, out = _drawn("laplace", shape, dtype, loc, scale)
     sizes, signs = split(key)
     size = exponential(sizes, found, wide)
-    return (
-        _real(loc, wide) + _positive("laplace", "scale", scale, wide) * where(bernoulli(signs, 0.5, found), size, -size)
-    ).astype(out)
+    draws = where(bernoulli(signs, 0.5, found), size, -size)
+    return (_real(loc, wide) + _positive("laplace", "scale", scale, wide) * draws).astype(out)
 
 
 @composite("logistic")
@@ -217,3 +216,6 @@ def multivariate_normal(
         raise ShapeError(f"[multivariate_normal] a mean of shape {mean.shape} has no covariance of shape {cov.shape}")
     z = normal(key, (*as_shape("multivariate_normal", shape), mean.size), wide)
     return (mean.astype(wide) + matmul(z, cholesky(cov.astype(wide)).mT)).astype(wanted)
+
+
+__all__ = defined(globals())

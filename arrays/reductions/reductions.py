@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ..backends.pieces import buffer, large
 from ..backends.pieces import reduced as joined
@@ -106,12 +107,7 @@ def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 _BOOL, _INT = "boolean result", "integer result"
 SUM = Op(
-    "sum",
-    ("x",),
-    _plain("sum", short=True),
-    shape_rules.reduction,
-    overrides={"cupy": _sum_on_cuda},
-    params=_OVER,
+    "sum", ("x",), _plain("sum", short=True), shape_rules.reduction, overrides={"cupy": _sum_on_cuda}, params=_OVER
 )
 # `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that,
 # whose part of the mean it gives.
@@ -365,10 +361,6 @@ def repeated(g: Any, shape: tuple[int, ...], axis: tuple[int, ...], keepdims: bo
     else:
         kept = iter([s for i, s in enumerate(g.strides) if not keepdims or i not in axis])
         strides = tuple([0 if i in axis else next(kept) for i in range(len(shape))])
-    out = (
-        np.lib.stride_tricks.as_strided(g, shape, strides)
-        if not g.flags.forc
-        else np.ndarray(shape, g.dtype, g, 0, strides)
-    )
+    out = np.ndarray(shape, g.dtype, g, 0, strides) if g.flags.forc else as_strided(g, shape, strides)
     out.flags.writeable = False
     return out

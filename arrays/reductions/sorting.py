@@ -131,13 +131,9 @@ def _infer_topk(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype((*shape[:axis], params["k"], *shape[axis + 1 :]), np.dtype(np.int64))
 
 
-def _infer_argsort(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, np.dtype(np.int64))
-
-
 _ORDER = {"axis": AXIS, "descending": FLAG, "stable": FLAG}
 SORT = Op("sort", ("x",), _sort, shape_rules.same, params=_ORDER)
-ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="integer result", params=_ORDER)
+ARGSORT = Op("argsort", ("x",), _argsort, shape_rules.places, nondifferentiable="integer result", params=_ORDER)
 
 TOPK = Op(
     "topk",
@@ -157,13 +153,10 @@ def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> d
     return {"axis": axis, "descending": bool(descending), "stable": bool(stable)}
 
 
-def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
+def flattened(x: Any, axis: int | None) -> tuple[Array, int]:
     """The array and the axis; flattened, as NumPy does, where there is none."""
     x = as_array(x)
-    if axis is not None:
-        return x, axis
-
-    return reshape(x, (-1,)), 0
+    return (x, axis) if axis is not None else (reshape(x, (-1,)), 0)
 
 
 def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
@@ -172,7 +165,7 @@ def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: 
     >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
     Array([3, 2, 1])
     """
-    x, axis = _flat(x, axis)
+    x, axis = flattened(x, axis)
     return apply(SORT, (x,), _params("sort", x, axis, descending, stable))
 
 
@@ -182,7 +175,7 @@ def argsort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stabl
     >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
     Array([0, 2, 1])
     """
-    x, axis = _flat(x, axis)
+    x, axis = flattened(x, axis)
     return apply(ARGSORT, (x,), _params("argsort", x, axis, descending, stable))
 
 

@@ -112,11 +112,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
     terms = pad(a, ((before, after),))[windows] * flip(v)
-    return sum(
-        where(asarray(inside, device=beside(terms)), terms, False if terms.dtype.kind == "b" else 0),
-        axis=-1,
-        dtype=terms.dtype,
-    )
+    zero = False if terms.dtype.kind == "b" else 0
+    return sum(where(asarray(inside, device=beside(terms)), terms, zero), axis=-1, dtype=terms.dtype)
 
 
 def _convolved(a: np.ndarray, v: np.ndarray, mode: Any) -> np.ndarray:

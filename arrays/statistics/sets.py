@@ -51,9 +51,8 @@ def distinct(
     x = asarray(x)
     host = x._concrete()
     wide = host.astype(np.float32) if host.dtype.num >= 256 else host
-    plain = (
-        buffer(x) is not None
-    )  # else the values are read by their places: they keep their history, and where they are
+    # Else the values are read by their places: they keep their history, and where they are.
+    plain = buffer(x) is not None
     index_too = index or not plain
     found = np.unique(wide, return_index=index_too, return_inverse=inverse, return_counts=counts, equal_nan=equal_nan)
     values, *rest = found if isinstance(found, tuple) else (found,)

@@ -21,22 +21,12 @@ import queue
 import random
 import sys
 import threading
+import types
 import weakref
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
 from decimal import Decimal, getcontext
 from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    BuiltinMethodType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
 from typing import Any
 
 import numpy as np
@@ -82,10 +72,10 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
 
 
 _VALUES = (int, float, complex, str, bytes)
-_SKIPPED = BuiltinFunctionType | GetSetDescriptorType | np.random.Generator | np.random.RandomState
+_SKIPPED = types.BuiltinFunctionType | types.GetSetDescriptorType | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (MethodType, ("__func__", "__self__")),
+    (types.MethodType, ("__func__", "__self__")),
     (functools.partial | functools.partialmethod, ("func", "args", "keywords")),
     (property, ("fget", "fset", "fdel")),
     (staticmethod | classmethod, ("__func__",)),
@@ -111,16 +101,14 @@ class _Walk(CaptureSearch):
         self.unsure: set[str] = set()  # those that code may ask for where they are not
         self.anything = False
         self.members = functools.cache(members_of)
-        self.owners: list[
-            tuple[Any, str, set[str]]
-        ] = []  # objects, classes and modules, with the names that were looked up
+        # Objects, classes and modules, with the names that were looked up.
+        self.owners: list[tuple[Any, str, set[str]]] = []
 
     def search(self, fn: Any, objects: Sequence[Any]) -> Captures:
         self.visit(fn, self.title)
         for i, x in enumerate(objects):
-            self.visit(
-                x, f"an argument ({type(x).__name__})" if i == 0 else f"argument object {i} ({type(x).__name__})"
-            )
+            place = "an argument" if i == 0 else f"argument object {i}"
+            self.visit(x, f"{place} ({type(x).__name__})")
         while True:
             while self.queue:
                 value, path = self.queue.pop()
@@ -167,8 +155,9 @@ class _Walk(CaptureSearch):
         # An object with an equality of its own is compared by its readable values, any other by identity.
         structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
         self.key.append(kind if structural else id(value))
-        if isinstance(value, BuiltinFunctionType | MethodWrapperType):  # whose equality is that of no value to be read
-            loose = isinstance(value.__self__, ModuleType | type | None)  # others are made anew at each look-up
+        # Their equality is that of no value to be read.
+        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            loose = isinstance(value.__self__, types.ModuleType | type | None)  # others are made anew at each look-up
             self.key.append(id(value) if loose else value.__name__)
         if isinstance(value, _VALUES):  # of a class of the user's
             self.key.append(next(base.__repr__(value) for base in _VALUES if isinstance(value, base)))
@@ -189,19 +178,19 @@ class _Walk(CaptureSearch):
             for f in value.functions():
                 self.visit(f, path)
             self._same_contents(value.functions)
-        elif kind is FunctionType:
+        elif kind is types.FunctionType:
             self._function(value, path)
         elif (parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None)) is not None:
             for name in parts:
                 self.visit(getattr(value, name), path)
-        elif isinstance(value, ModuleType):
+        elif isinstance(value, types.ModuleType):
             self.owners.append((value, path, set()))
             if value.__name__ in ("random", "numpy.random"):
                 self.found.chance.append(global_generator(value))
         elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
             self._unseen()  # compiled code of the user's
-        elif isinstance(value, BuiltinMethodType | MethodWrapperType) and not isinstance(
-            value.__self__, ModuleType | type | None
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType) and not isinstance(
+            value.__self__, types.ModuleType | type | None
         ):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, type):
@@ -226,7 +215,7 @@ class _Walk(CaptureSearch):
             self.key.append(repr(value))
         elif isinstance(value, type(np.sum)):  # NumPy's functions that ask their arguments first
             self.visit(getattr(value, "__wrapped__", None), path)
-        elif isinstance(value, BuiltinFunctionType):
+        elif isinstance(value, types.BuiltinFunctionType):
             self._library_function(value)
         elif isinstance(value, threading.Thread):  # of which names alone are read: it holds whatever it runs
             self.owners.append((value, path, set()))
@@ -278,7 +267,7 @@ class _Walk(CaptureSearch):
         self.key.append(content)
         self.found.others.append((look, content))
 
-    def _function(self, fn: FunctionType, path: str) -> None:
+    def _function(self, fn: types.FunctionType, path: str) -> None:
         code, defaults, named = fn.__code__, fn.__defaults__, fn.__kwdefaults__
         if code is _DISPATCHER:  # which looks at types, and keeps what it found in a table of its own
             self.found.named.add("type")
@@ -291,9 +280,8 @@ class _Walk(CaptureSearch):
         module = fn.__globals__
         ours = is_library(module.get("__name__", ""))
         names = names_in(code)
-        for name, value in zip(
-            code.co_varnames[code.co_argcount - len(defaults or ()) :], defaults or (), strict=False
-        ):
+        optional = code.co_varnames[code.co_argcount - len(defaults or ()) :]
+        for name, value in zip(optional, defaults or (), strict=False):
             self.visit(value, f"the default of {name} of {fn.__name__}")
         if named:
             self.visit(named, f"the defaults of {fn.__name__}")
@@ -344,7 +332,7 @@ class _Walk(CaptureSearch):
         kind = type(x)
         if isinstance(x, list | tuple | collections.deque):
             self._sequence(x, path)
-        elif isinstance(x, dict | MappingProxyType):
+        elif isinstance(x, dict | types.MappingProxyType):
             self._mapping(x, path)
             if isinstance(x, collections.defaultdict):
                 self._value(lambda: x.default_factory, path)
@@ -375,7 +363,7 @@ class _Walk(CaptureSearch):
         if module_of(kind).startswith("meshtape.") and library:
             # Of ours what calls functions of the user's, such as an optimizer with its schedule.
             for name, v in (variables or {}).items():
-                if isinstance(v, FunctionType | MethodType | functools.partial):
+                if isinstance(v, types.FunctionType | types.MethodType | functools.partial):
                     self.visit(v, f"{path}.{name}")
             return
         read_by_name, hidden = holds(kind)
@@ -397,7 +385,7 @@ class _Walk(CaptureSearch):
             self._mapping(variables, path)
         for c in type(x).__mro__:
             for name, member in vars(c).items():
-                if isinstance(member, MemberDescriptorType):
+                if isinstance(member, types.MemberDescriptorType):
                     self._value(functools.partial(slot, member.__get__, x), f"{path}.{name}")
 
     # ----- attributes -------------------------------------------------------------------------------------------------
@@ -405,7 +393,7 @@ class _Walk(CaptureSearch):
     def _attributes(self, x: Any, path: str, done: set[str]) -> None:
         """The attributes of an object, class or module that some code looks up, except those already ``done``."""
         names = self.names - done
-        if isinstance(x, ModuleType):
+        if isinstance(x, types.ModuleType):
             if self.anything and "**" not in done and not is_library(x.__name__):
                 done.add("**")
                 self._data(vars(x), path)
@@ -457,14 +445,14 @@ class _Walk(CaptureSearch):
             member = vars(c).get(name, ABSENT)
             if member is ABSENT:
                 self.found.items.append((vars(c).get, name, ABSENT))
-            elif not isinstance(member, MemberDescriptorType):
+            elif not isinstance(member, types.MemberDescriptorType):
                 self._item(vars(c), name, path)
                 if name == "__match_args__":
                     self.names.update(n for n in member if isinstance(n, str))
             elif not isinstance(x, type):
                 self._value(functools.partial(slot, member.__get__, x), path)
 
-    def _module(self, x: ModuleType, path: str, names: Sequence[str]) -> None:
+    def _module(self, x: types.ModuleType, path: str, names: Sequence[str]) -> None:
         variables = vars(x)
         library = is_library(x.__name__)
         for name in names:
@@ -475,7 +463,7 @@ class _Walk(CaptureSearch):
                 self._item(variables, "__getattr__", path)  # PEP 562
             if value is ABSENT or value is sys.modules:
                 continue
-            if library and isinstance(value, ModuleType):
+            if library and isinstance(value, types.ModuleType):
                 if value.__name__ == "numpy.random":
                     self.found.chance.append(global_generator(value))
                 continue
@@ -483,7 +471,8 @@ class _Walk(CaptureSearch):
             if library and (callable(value) or module_of(type(value)).startswith("meshtape.")):
                 self.held.append(value)
                 self.key.append(id(value))
-                if isinstance(value, FunctionType | BuiltinFunctionType) and not x.__name__.startswith("meshtape"):
+                function = isinstance(value, types.FunctionType | types.BuiltinFunctionType)
+                if function and not x.__name__.startswith("meshtape"):
                     self._library_function(value)
                 elif value is Decimal:
                     self._library_function(getcontext)

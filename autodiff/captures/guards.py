@@ -174,9 +174,8 @@ class CaptureSearch:
     def _builtin(self, name: str) -> None:
         variables = vars(builtins)
         value = variables.get(name, ABSENT)
-        if (
-            getattr(value, "__module__", None) == "builtins"
-        ):  # Python's own, as long as nobody puts another in its place
+        # Python's own is not searched, as long as nobody puts another in its place.
+        if getattr(value, "__module__", None) == "builtins":
             self.found.items.append((variables.get, name, value))
             self.key.append(id(value))
         else:

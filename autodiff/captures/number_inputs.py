@@ -202,9 +202,8 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def _swapped(values: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
-    return tuple(
-        [new if v is old else v for v in values]
-    )  # in a function of its own, whose cells nobody takes for holders
+    # (In a function of its own, whose cells nobody takes for holders.)
+    return tuple([new if v is old else v for v in values])
 
 
 def _replace_in(holder: Any, old: Any, new: Any) -> None:

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import (
-    Deferred,
-    argument_avals,
-    call_site,
-    check_unwritten,
-    program_inputs,
-    wrap,
-)
+from ...arrays.core.dispatch import Deferred, argument_avals, call_site, check_unwritten, program_inputs, wrap
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import NO_PARAMS, Op, ShapeDtype, state
 from ...arrays.core.program import Const, ProgramBuilder, ProgramHost, Site
@@ -186,9 +179,8 @@ class _Trace(Refusals):
         self.stand_ins: list[weakref.ref[Any]] = []
         # Of what is neither traced, nor known by id to be read from around the function, nor seen to be made inside.
         self.known = set(known)
-        self.made: dict[
-            int, Callable[[], Any]
-        ] = {}  # arrays and their buffers by id, and how to see that they are still these
+        # Arrays and their buffers by id, and how to see that they are still these.
+        self.made: dict[int, Callable[[], Any]] = {}
         self.strangers: dict[int, tuple[Any, Site | None]] = {}  # by id; they are held, so that ids stay their own
 
     def note_call(self, outs: Sequence[Array], own: bool) -> None:

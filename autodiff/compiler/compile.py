@@ -60,9 +60,8 @@ class Compiled(Wrapper):
         self._outside = CachedCaptures(fn)
         self._donate = tuple(donate)
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
-        self._pinned: dict[
-            Any, frozenset[int]
-        ] = {}  # by key without numbers: which of these the programs hold for alone
+        # By key without numbers: which of these the programs hold for alone.
+        self._pinned: dict[Any, frozenset[int]] = {}
         self._cache_size = cache_size
         self._cuda_graph = cuda_graph
         self._lock = threading.Lock()  # threads may call one compiled function
@@ -82,13 +81,10 @@ class Compiled(Wrapper):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         donated = donated_leaves(args, self._donate, self._name) if self._donate else frozenset()
         ready = self._ready(leaves, arrays, treedef, donated, numbers=True)
-        if ready.numbers:
-            try:
-                numbers = [n.buffer(arrays) for n in ready.numbers]
-            except OtherKind:
-                ready, numbers = self._ready(leaves, arrays, treedef, donated), []
-        else:
-            numbers = []
+        try:
+            numbers = [n.buffer(arrays) for n in ready.numbers]
+        except OtherKind:
+            ready, numbers = self._ready(leaves, arrays, treedef, donated), []
         if ready.has_calls and ready.is_watched(inputs):
             if ready.is_watched(()) or any(map(is_checker, state.recorders)):
                 # Watched arrays that the code reads from around it are known to the code alone; faults are looked for
@@ -169,11 +165,8 @@ class Compiled(Wrapper):
                 self._cache.popitem(last=False)
         changing = None if ready.changed else self._retraces.note(Retrace(leaf_keys(arrays), treedef, reads), arrays)
         if changing is not None:
-            warnings.warn(
-                f"[compile] {self._name} was traced {MOST} times in succession: {changing}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            text = f"[compile] {self._name} was traced {MOST} times in succession: {changing}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         if self._unsettled == 2:
             warnings.warn(
                 f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there "
@@ -518,14 +511,12 @@ def _trace(
     if cuda_graph:
         where = inputs[0].device if inputs else "no device"
         run = graphed(program, where if host is None else host, [program.inputs[k] for k in given])
-        return _Ready(program, run, out_def, statics, trace, given, title)
-    if host is not None:
+    elif host is not None:
         name = getattr(fn, "__name__", "")
         shardings = [a.sharding for a in inputs] + [None] * len(trace.numbers)
         run = host.prepare(program, shardings, name if name.isidentifier() else "compiled")
-        return _Ready(program, run, out_def, statics, trace, given, title)
-    device = inputs[0].device if inputs else None
-    xp = backend_for(device).xp if device is not None else backend_of(None).xp
-    thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is SparseCotangent]
-    run = local_executable(program, xp, sparse=thin, donated=[program.inputs[k] for k in given])
+    else:
+        xp = (backend_for(inputs[0].device) if inputs else backend_of(None)).xp
+        thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is SparseCotangent]
+        run = local_executable(program, xp, sparse=thin, donated=[program.inputs[k] for k in given])
     return _Ready(program, run, out_def, statics, trace, given, title)

@@ -353,6 +353,3 @@ def graphed(program: Program, device: Any, donated: Sequence[int] = ()) -> Graph
         return lambda *a: [xp.asarray(r) for r in fn(*a, **params)]
 
     return GraphedProgram(program, cuda_fusion.launches(program), bind, graphs, donated)
-
-
-__all__ = ["CaptureRefused", "CudaGraphs", "GraphedProgram", "Graphs", "graphed"]

@@ -82,16 +82,13 @@ def _bits(generator: Any) -> Any:
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return _frozen(_bits(generator))
+    return _frozen(_bits(generator).state)
 
 
-def _frozen(bits: Any) -> Any:
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return tuple((k, plain(v)) for k, v in value.items())
-        return value.tobytes() if isinstance(value, np.ndarray) else value
-
-    return plain(bits.state)
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def refuse_other(name: str, first: Program, second: Program) -> None:

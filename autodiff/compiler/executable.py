@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
 from ...arrays.native.chains import as_operand
 from ...arrays.ops.matmul import MATMUL
+from ..tape.record import picker
 from . import cuda_fusion, fusion
 from .fusion import FusedRun, chains, is_large, takers
 
@@ -37,7 +37,7 @@ SMALLEST_REUSED = 1 << 16
 
 class _ExecutableStep(NamedTuple):
     fn: Callable[..., Any]  # with the params
-    args: Callable[[list[Any]], tuple[Any, ...]]  # from the slots
+    args: Callable[[list[Any]], Sequence[Any]]  # from the slots
     outputs: tuple[int, ...]  # slots
     single: bool
     free: tuple[int, ...]  # slots
@@ -124,7 +124,7 @@ def local_executable(
                     fn = _pooled(fn, *program.avals[part.outputs[0]])
         steps.append(
             _ExecutableStep(
-                fn, _getter(places), outputs, single, tuple(map(slot, free)), None if into is None else slot(into)
+                fn, picker(places), outputs, single, tuple(map(slot, free)), None if into is None else slot(into)
             )
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
@@ -172,19 +172,11 @@ def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> 
 
 def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:
     """A call whose operands may be sparse; the memory of those that are ``mine`` may take its results."""
-    op, params = e.op, e.params
-
-    def run(*buffers: Any) -> Any:
-        return sparse_ops.call(op, buffers, params, mine)
-
-    return run
+    return lambda *buffers: sparse_ops.call(e.op, buffers, e.params, mine)
 
 
 def _dense(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*buffers: Any) -> Any:
-        return sparse_ops.dense(fn(*buffers))
-
-    return run
+    return lambda *buffers: sparse_ops.dense(fn(*buffers))
 
 
 def _is_written(e: Entry, i: int) -> bool:
@@ -204,16 +196,6 @@ def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Call
             return run(buffers)
 
     return there
-
-
-def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A function that picks the slots out of a list, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    if places:
-        (only,) = places
-        return lambda env: (env[only],)
-    return lambda env: ()
 
 
 def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:

@@ -350,26 +350,7 @@ def chain(*stages: Any) -> Optimizer:
     return Optimizer(last.init, update)
 
 
-__all__ = [
-    "Average",
-    "Optimizer",
-    "Schedule",
-    "adam",
-    "adamw",
-    "chain",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "constant",
-    "cosine",
-    "ema",
-    "exponential",
-    "global_norm",
-    "lazy_adam",
-    "linear",
-    "masters",
-    "momentum",
-    "sgd",
-    "warmup_cosine",
-    "warmup_linear",
-]
+__all__ = ["Average", "Optimizer", "Schedule", "adam", "adamw", "chain", "clip_by_global_norm", "clip_by_value"]
+__all__ += ["constant", "cosine", "ema", "exponential", "global_norm", "lazy_adam", "linear", "masters", "momentum"]
+__all__ += ["sgd", "warmup_cosine", "warmup_linear"]
 __dir__ = __all__.copy

@@ -193,14 +193,8 @@ defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
 defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * ((1.0 - ans) * (1.0 + ans))))
 defvjp_of_short(ew.TANH, x=lambda xp, g, x: g * (4.0 * _bell(xp, 2.0 * x)))
-
-
-def _asinh(xp, g, x):
-    # The square of a large number would overflow.
-    return g / (xp.sqrt(x * x + 1.0) if x.dtype.kind == "c" else xp.hypot(x, 1.0))
-
-
-defanalytic(ew.ASINH, x=_asinh)
+# The square of a large number would overflow.
+defanalytic(ew.ASINH, x=lambda xp, g, x: g / (xp.sqrt(x * x + 1.0) if x.dtype.kind == "c" else xp.hypot(x, 1.0)))
 defanalytic(ew.ACOSH, x=lambda xp, g, x: g / (xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
 defanalytic(ew.ATANH, x=lambda xp, g, x: g / ((1.0 - x) * (1.0 + x)))
 
@@ -221,13 +215,8 @@ defvjp(
     x=lambda xp, g, condition: call(xp, ew.WHERE, condition, g, 0.0),
     y=lambda xp, g, condition: call(xp, ew.WHERE, condition, 0.0, g),
 )
-
-
-def _relu(xp, g, ans):
-    return xp.where(ans > 0, g, xp.where(ans == ans, 0.0, ans))  # NaN has the slope NaN
-
-
-defvjp(ew.RELU, x=in_c(native.relu_backward, _relu))
+# NaN has the slope NaN.
+defvjp(ew.RELU, x=in_c(native.relu_backward, lambda xp, g, ans: xp.where(ans > 0, g, xp.where(ans == ans, 0.0, ans))))
 defanalytic(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
 defanalytic(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * (ans * (1.0 - ans))))
 defvjp_of_short(ew.SIGMOID, x=lambda xp, g, x: g * _bell(xp, x))

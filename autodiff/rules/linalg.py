@@ -19,11 +19,7 @@ def _h(xp, a):
 
 def _diag(xp, v):
     """Matrices with ``v`` on the diagonal."""
-    return xp.expand_dims(v, axis=-1) * _eye(xp, v.shape[-1], v.dtype)
-
-
-def _eye(xp, n, dtype):
-    return xp.eye(n, dtype=dtype)
+    return xp.expand_dims(v, axis=-1) * xp.eye(v.shape[-1], dtype=v.dtype)
 
 
 def _over_differences(xp, a, d):
@@ -41,21 +37,9 @@ def _hermitian(xp, a):
 def _cholesky(xp, g, ans):
     # A = L L^H: gA is the Hermitian part of L^-H phi(L^H g) L^-1, phi the lower triangle with half the diagonal.
     p = xp.tril(xp.matmul(_h(xp, ans), g))
-    p = p - 0.5 * p * _eye(xp, p.shape[-1], p.dtype)
+    p = p - 0.5 * p * xp.eye(p.shape[-1], dtype=p.dtype)
     left = call(xp, la.SOLVE, _h(xp, ans), p)
     return _hermitian(xp, _h(xp, call(xp, la.SOLVE, _h(xp, ans), _h(xp, left))))
-
-
-def _inv(xp, g, ans):
-    return -xp.matmul(_h(xp, ans), xp.matmul(g, _h(xp, ans)))
-
-
-def _solve_a(xp, g, a, ans):
-    return -xp.matmul(call(xp, la.SOLVE, _h(xp, a), g), _h(xp, ans))
-
-
-def _solve_b(xp, g, a):
-    return call(xp, la.SOLVE, _h(xp, a), g)
 
 
 def _pinv(xp, g, x, ans):
@@ -66,16 +50,15 @@ def _pinv(xp, g, x, ans):
 
 
 defvjp(la.CHOLESKY, x=_cholesky)
-defvjp(la.INV, x=_inv)
-defvjp(la.SOLVE, a=_solve_a, b=_solve_b)
+defvjp(la.INV, x=lambda xp, g, ans: -xp.matmul(_h(xp, ans), xp.matmul(g, _h(xp, ans))))
+defvjp(
+    la.SOLVE,
+    a=lambda xp, g, a, ans: -xp.matmul(call(xp, la.SOLVE, _h(xp, a), g), _h(xp, ans)),
+    b=lambda xp, g, a: call(xp, la.SOLVE, _h(xp, a), g),
+)
 defvjp(la.PINV, x=_pinv)
 
 # ----- determinants ---------------------------------------------------------------------------------------------------
-
-
-def _det(xp, g, x):
-    # The adjugate exists for singular matrices, where the determinant has a slope too.
-    return g[..., None, None] * _h(xp, call(xp, la.ADJUGATE, x))
 
 
 def _adjugate(xp, g, x):
@@ -87,14 +70,14 @@ def _adjugate(xp, g, x):
 
 
 def _slogdet(xp, g, x, ans):
-    g_sign, g_log = g
-    k = g_log
+    g_sign, k = g
     if x.dtype.kind == "c":  # the sign of real numbers is a step
-        k = g_log - 1j * xp.imag(conj(xp, g_sign) * ans[0])
+        k = k - 1j * xp.imag(conj(xp, g_sign) * ans[0])
     return [k[..., None, None] * _h(xp, call(xp, la.INV, x))]
 
 
-defvjp(la.DET, x=_det)
+# The adjugate exists for singular matrices, where the determinant has a slope too.
+defvjp(la.DET, x=lambda xp, g, x: g[..., None, None] * _h(xp, call(xp, la.ADJUGATE, x)))
 defvjp(la.ADJUGATE, x=_adjugate)
 defvjp_all(la.SLOGDET, _slogdet)
 
@@ -117,7 +100,7 @@ def _eig(xp, g, ans):
     vh = _h(xp, v)
     vg = xp.matmul(vh, gv)
     # Vectors of length one cannot grow: what points along them is taken out.
-    along = xp.real(vg * _eye(xp, vg.shape[-1], w.dtype))
+    along = xp.real(vg * xp.eye(vg.shape[-1], dtype=w.dtype))
     vg = vg - xp.matmul(xp.matmul(vh, v), xp.astype(along, vg.dtype))
     inner = _over_differences(xp, vg, conj(xp, w[..., None, :] - w[..., :, None])) + _diag(xp, gw)
     return [call(xp, la.SOLVE, vh, xp.matmul(inner, vh))]
@@ -142,13 +125,12 @@ def _svd(xp, g, ans, full_matrices):
     ug, vg = ug - _h(xp, ug), _h(xp, vg) - vg
     squares = s * s
     d = squares[..., None, :] - squares[..., :, None]
-    eye = _eye(xp, s.shape[-1], s.dtype)
+    eye = xp.eye(s.shape[-1], dtype=s.dtype)
     inner = _over_differences(xp, ug, d) * s[..., None, :] + s[..., :, None] * _over_differences(xp, vg, d)
     inner = inner + _diag(xp, gs)
     if u.dtype.kind == "c":  # the phase that each pair of vectors shares
         inner = inner + _over_differences(xp, ug * eye, 2.0 * s[..., None, :])
-    left, right = xp.matmul(u, inner), vh
-    out = xp.matmul(left, right)
+    out = xp.matmul(xp.matmul(u, inner), vh)
     m, n, k = u.shape[-2], vh.shape[-1], s.shape[-1]
     if m > k:
         out = out + xp.matmul(_over_differences(xp, gu - xp.matmul(u, xp.matmul(uh, gu)), s[..., None, :]), vh)
@@ -164,7 +146,7 @@ def _svdvals(xp, g, x):
 
 def _qr_tall(xp, gq, gr, q, r):
     w = xp.triu(xp.matmul(gr, _h(xp, r)) - xp.matmul(_h(xp, q), gq))
-    eye = _eye(xp, w.shape[-1], w.dtype)
+    eye = xp.eye(w.shape[-1], dtype=w.dtype)
     w = w + _h(xp, w) - xp.real(w) * eye
     if w.dtype.kind == "c":  # w + w^H has twice the real part on its diagonal, and no imaginary part
         w = xp.astype(w, q.dtype)

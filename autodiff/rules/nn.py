@@ -114,12 +114,8 @@ defvjp(c.CONV_KERNEL, y=_kernel_y, x=_kernel_x)
 # ----- norms ----------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, layer_norm.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
-
-
-def _rms_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, layer_norm.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+def _of_rows(backward):
+    return lambda xp, g, x, weight, naxes, eps: call(xp, backward, g, x, weight, naxes=naxes, eps=eps)
 
 
 def _of_sum(backward):
@@ -144,8 +140,8 @@ def _batch_norm(xp, g, x, weight, ans_1, ans_2, axis, eps):
     return *call(xp, batch_norm.BATCH_NORM_BACKWARD, *given, axis=axis, eps=eps), None, None
 
 
-defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
-defvjp_all(layer_norm.RMS_NORM, _rms_norm)
+defvjp_all(layer_norm.LAYER_NORM, _of_rows(layer_norm.LAYER_NORM_BACKWARD))
+defvjp_all(layer_norm.RMS_NORM, _of_rows(layer_norm.RMS_NORM_BACKWARD))
 defvjp_all(layer_norm.ADD_LAYER_NORM, _of_sum(layer_norm.LAYER_NORM_BACKWARD), partial=True)
 defvjp_all(layer_norm.ADD_RMS_NORM, _of_sum(layer_norm.RMS_NORM_BACKWARD), partial=True)
 defvjp_all(group_norm.GROUP_NORM, _group_norm)

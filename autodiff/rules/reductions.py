@@ -5,6 +5,8 @@ Derivatives of products have no division, and so no trouble with zeros.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ...arrays.native import AVAILABLE
@@ -36,13 +38,10 @@ def _prod(xp, g, x, x_like, axis, keepdims):
     keep = tuple(i for i in range(len(x_like.shape)) if i not in axis)
     order = (*keep, *axis)
     front = tuple(x_like.shape[i] for i in keep)
-    n = 1
-    for i in axis:
-        n *= x_like.shape[i]
+    n = math.prod(x_like.shape[i] for i in axis)
     flat = xp.reshape(xp.permute_dims(x, order), (*front, n))
     out = _products_of_others(xp, flat, n)
-    inverse = tuple(order.index(i) for i in range(len(order)))
-    others = xp.permute_dims(xp.reshape(out, tuple(x_like.shape[i] for i in order)), inverse)
+    others = xp.permute_dims(xp.reshape(out, tuple(x_like.shape[i] for i in order)), tuple(np.argsort(order).tolist()))
     return _spread(xp, g, x_like, axis, keepdims) * conj(xp, others)
 
 
@@ -86,8 +85,7 @@ def _sort(xp, g, x, axis, descending, stable):
 
 
 def _cumulative_sum(xp, g, axis):
-    reverse = xp.flip(g, axis=axis)
-    return xp.flip(call(xp, cumulative.CUMULATIVE_SUM, reverse, axis=axis), axis=axis)
+    return xp.flip(call(xp, cumulative.CUMULATIVE_SUM, xp.flip(g, axis=axis), axis=axis), axis=axis)
 
 
 def _cumulative_prod(xp, g, x, axis):

@@ -20,10 +20,6 @@ defvjp(m.BROADCAST_TO, x=same)  # the engine undoes broadcasting
 defvjp(m.FLIP, x=lambda xp, g, axis: xp.flip(g, axis=axis))
 
 
-def _permute(xp, g, axes):
-    return xp.permute_dims(g, tuple(axes.index(i) for i in range(len(axes))))
-
-
 def _concat(xp, g, xs_like, axis):
     out, start = [], 0
     for like in xs_like:
@@ -33,7 +29,7 @@ def _concat(xp, g, xs_like, axis):
     return out
 
 
-defvjp(m.PERMUTE_DIMS, x=_permute)
+defvjp(m.PERMUTE_DIMS, x=lambda xp, g, axes: xp.permute_dims(g, tuple(axes.index(i) for i in range(len(axes)))))
 defvjp_all(m.CONCAT, _concat)
 
 # ----- products -------------------------------------------------------------------------------------------------------

@@ -456,12 +456,7 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeM
 
 @functools.lru_cache(maxsize=256)
 def _in_one_launch(
-    plan: VJPPlan,
-    text: str,
-    params: tuple[Any, ...],
-    wide: bool,
-    to: tuple[np.dtype | None, ...],
-    make: TapeMaker,
+    plan: VJPPlan, text: str, params: tuple[Any, ...], wide: bool, to: tuple[np.dtype | None, ...], make: TapeMaker
 ) -> Callable[..., Any]:
     """:func:`_pull_decomposed` of an elementwise op as one launch on a GPU, of the cotangent and the operands, with the
     results rounded ``to`` these dtypes. (The text tells 1 from 1.0, and 0.0 from -0.0.)"""

@@ -176,15 +176,7 @@ class Region(Around):
         self.made.update(outputs)
         self.steps.append(CheckpointCall(op, inputs, outputs, params, state.origin, call_site()))
 
-    def record_call(
-        self,
-        call: DifferentiableCall,
-        args: Sequence[Array],
-        outs: Sequence[Array],
-        saved: Sequence[Any],
-        origin: str | None,
-        site: Site | None,
-    ) -> None:
+    def record_call(self, call: DifferentiableCall, args: Sequence[Array], outs: Sequence[Array], *rest: Any) -> None:
         self.record(call, tuple(args), (), tuple(outs), {})  # type: ignore[arg-type]
 
     def _name(self, x: Array) -> int:

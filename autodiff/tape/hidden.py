@@ -18,17 +18,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Symbol
 from ...arrays.core.errors import GradientError
 
-_NO_HOLDERS = (
-    type,
-    ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
-    functools.partial,
-    np.ndarray,
-    str,
-    float,
-)
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_NO_HOLDERS = (*_CODE, np.ndarray, str, float)
 _MOST_SEEN = 1000
 """Objects that are looked at, for fear of one that leads to all there is."""
 

@@ -67,25 +67,8 @@ class VJPPlan:
     """
 
     __slots__ = (
-        "keeps_result",
-        "moves",
-        "of_complex",
-        "of_short",
-        "on_gpu",
-        "op",
-        "partial",
-        "pick",
-        "places",
-        "plain",
-        "pulls",
-        "rest",
-        "saves",
-        "simple",
-        "single",
-        "takes_sparse",
-        "together",
-        "wanted",
-        "widens",
+        *("keeps_result", "moves", "of_complex", "of_short", "on_gpu", "op", "partial", "pick", "places", "plain"),
+        *("pulls", "rest", "saves", "simple", "single", "takes_sparse", "together", "wanted", "widens"),
     )
 
     def __init__(self, op: Op, wanted: tuple[int, ...], count: int, rule: VJPRule | None = None) -> None:
@@ -110,16 +93,16 @@ class VJPPlan:
             self.rest = tuple(dict.fromkeys(n for n in needs if n.kind in ("like", "rest_like", "param")))
             places = {k: self._places(rule.needs.get(k, ()), count) for k in keys}
             if rule.together is not None:
-                self.together = rule.together, _picker(places[-1])
+                self.together = rule.together, picker(places[-1])
                 self.moves = op in _MOVES
             else:
-                self.pulls = tuple((i, rule.each[i], _picker(places[i])) for i in wanted if i in rule.each)
+                self.pulls = tuple((i, rule.each[i], picker(places[i])) for i in wanted if i in rule.each)
                 whole = {i: all(type(p) is int for p in at) for i, at in places.items()}
                 self.places = tuple(tuple(places[i]) if whole[i] else None for i, _, _ in self.pulls)
                 self.simple = self.single and op is not INDEX_SET
                 ones = all(fn is same for _, fn, _ in self.pulls)
                 self.takes_sparse, self.moves = ones or op in _TAKES_SPARSE, ones or op in _MOVES
-        self.pick = _picker(self.saves)
+        self.pick = picker(self.saves)
         self.keeps_result = bool(self.saves) and self.saves[-1] >= count
         self.of_complex = self.on_gpu = self
         self.of_short = VJPPlan(op, wanted, count, short) if short else self
@@ -164,8 +147,8 @@ class VJPPlan:
         return tuple(found)
 
 
-def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that takes the values at these places out of a tuple; those of a slice are one value, a tuple."""
+def picker(places: Sequence[int | slice]) -> Callable[[Any], Any]:
+    """A function that takes the values at these places out of a sequence; those of a slice are one value."""
     if len(places) > 1:
         return itemgetter(*places)
     if places and isinstance(places[0], slice):

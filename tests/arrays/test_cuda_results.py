@@ -336,5 +336,5 @@ class OnDevice:
 def test_short_indices_do_not_overflow_on_a_device(dtype):
     (key,) = numpy_key((keys.Slot(0),), [OnDevice(np.array([1, 2], dtype))])
     assert key.dtype == np.int64
-    index = types.SimpleNamespace(_buf=np.array([1, 2], dtype), size=2)
+    index = types.SimpleNamespace(_buf=np.array([1, 2], dtype), dtype=np.dtype(dtype), size=2)
     assert keys._wrapped(index, 0, 100000).tolist() == [1, 2]

@@ -189,7 +189,7 @@ def _decompose(
 
 def _decompose_backward(
     g: Array, g_mean: Array, g_var: Array, center: Array, var: Array, x: Array, weight: Array, axis: int, eps: float
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     wide, axes = _wide(x.dtype), other_axes(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))
     d = w - spread(center, x, axis)
@@ -199,11 +199,8 @@ def _decompose_backward(
     along = spread(of_one, x, axis) + n * spread(of_n, x, axis)
     of_statistics = spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)
     dx = scale * gi + (of_statistics - scale * along) * (1.0 / count)
-    return (
-        astype(dx, x.dtype, copy=False),
-        astype(of_n, weight.dtype, copy=False),
-        astype(of_one, weight.dtype, copy=False),
-    )
+    dtypes = x.dtype, weight.dtype, weight.dtype
+    return tuple(astype(a, dtype, copy=False) for a, dtype in zip((dx, of_n, of_one), dtypes, strict=True))
 
 
 def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias: Array, axis: int, eps: float) -> Array:

@@ -169,10 +169,7 @@ GROUP_NORM_BACKWARD = Op(
     infer_affine_backward,
     nout=3,
     decompose=_decompose_backward,
-    overrides={
-        "numpy": first(ops.group_norm_backward, _group_norm_backward),
-        "cupy": kernels.group_norm_backward,
-    },
+    overrides={"numpy": first(ops.group_norm_backward, _group_norm_backward), "cupy": kernels.group_norm_backward},
     params=_PARAMS,
 )
 

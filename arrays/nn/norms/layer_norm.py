@@ -112,11 +112,7 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
             add_outer(xp, o, (gi @ w) * inverse / -width, xp.ones(width, wide))
             if o is t:
                 dx[key] = t
-    return (
-        dx.reshape(x.shape),
-        dw.reshape(weight.shape).astype(weight.dtype),
-        db.reshape(weight.shape).astype(weight.dtype),
-    )
+    return dx.reshape(x.shape), *(s.reshape(weight.shape).astype(weight.dtype) for s in (dw, db))
 
 
 def _statistics(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
@@ -318,10 +314,7 @@ RMS_NORM_BACKWARD = Op(
     lambda op, args, params: infer_affine_backward(op, args, params)[:2],
     nout=2,
     decompose=_joined(_decompose_rms_norm_backward),
-    overrides={
-        "numpy": _joined(first(ops.rms_norm_backward, _rms_norm_backward)),
-        "cupy": row_norms.rms_norm_backward,
-    },
+    overrides={"numpy": _joined(first(ops.rms_norm_backward, _rms_norm_backward)), "cupy": row_norms.rms_norm_backward},
     params=_PARAMS,
 )
 ADD_RMS_NORM = _of_sum(RMS_NORM, row_norms.add_rms_norm)
@@ -350,12 +343,7 @@ def parameter(name: str, what: str, p: Any, x: Array, shape: tuple[int, ...], de
 
 
 def _norm(
-    op: Op,
-    x: Any,
-    *residual: Any,
-    normalized_shape: int | Sequence[int],
-    eps: float,
-    **parameters: tuple[Any, float],
+    op: Op, x: Any, *residual: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
 ) -> Any:
     """The op of ``x``, of a residual if there is one, and of parameters, with a constant for each that is None."""
     name = op.name
