@@ -85,7 +85,9 @@ class FileHandler(Handler):
             if path and not path.endswith("/"):
                 self.redirect(quote(path.rpartition("/")[2]) + "/")
                 return
-            links = "".join(f'<li><a href="{quote(n)}">{html.escape(n)}</a></li>' for n in found.names)
+            # fsspec takes what stands there for names; browsers escape what is no URL themselves.
+            names = ((re.sub("[%?#:]", lambda m: quote(m[0]), n), n) for n in found.names)
+            links = "".join(f'<li><a href="{html.escape(to)}">{html.escape(n)}</a></li>' for to, n in names)
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
         elif first is None:

@@ -5,12 +5,13 @@ import http.client
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -704,3 +705,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_sent_is_cut(tmp_path, kind):
         again = ask(server.url + "safetensors/model.safetensors")
         assert again[0] == 200
         assert again[2].endswith(new["w"].tobytes())
+
+
+def test_names_in_the_lists_of_folders_are_those_of_arrays(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    values = {"a b": 1, "\u00fc": 2, "n:o": 3, "p%20q": 4}
+    mt.save(tmp_path / "c", {n: np.full(3, v) for n, v in values.items()})
+    with mt.storage.serve(tmp_path / "c") as server:
+        known = mt.storage.as_zarr(tmp_path / "c")
+        names = set(zarr.open_group(known, mode="r").array_keys())
+        listed = re.findall('href="([^"]+)/"', ask(server.url + "zarr/")[2].decode())
+        assert set(listed) == {n.replace("%", "%25").replace(":", "%3A") for n in names}
+        for to in listed:
+            assert ask(server.url + "zarr/" + quote(unquote(to)) + "/zarr.json")[0] == 200
