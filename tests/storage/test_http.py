@@ -296,15 +296,16 @@ def _of_a_server(url, to):
         return mt.load(f"{server.url}safetensors")
 
 
-def _exported(url, to, format):
-    storage.convert(url, to, format=format)
+def _exported(url, to, **form):
+    storage.convert(url, to, **form)
     return mt.load(to)
 
 
 READS = {
     "load": lambda url, to: mt.load(url),
-    "merge": lambda url, to: _exported(url, to, "safetensors"),
-    "convert": lambda url, to: _exported(url, to, "zarr"),
+    "merge": lambda url, to: _exported(url, to, format="safetensors"),
+    "convert": lambda url, to: _exported(url, to, format="zarr"),
+    "dual": lambda url, to: _exported(url, to, format="zarr", layout="dual"),
     "a document": _of_a_document,
     "a server": _of_a_server,
     "as Zarr": lambda url, to: {n: a[...] for n, a in _group(storage.as_zarr(url)).arrays()},
