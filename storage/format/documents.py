@@ -343,15 +343,20 @@ def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None
                 raise
             return None  # as some servers answer for what is not there
 
-    def held(likely: list[str]) -> Held:
+    def held(names: Iterable[str]) -> tuple[Held, list[str]]:
+        """Documents, and files that are too large for one."""
+        likely = sorted(names)
         sizes = in_threads(size, likely, UPLOADS, alone=store.lists)
-        return {n: (None, n) for n, size in zip(likely, sizes, strict=True) if size is not None and size <= MAX_NBYTES}
+        there = {n: nbytes for n, nbytes in zip(likely, sizes, strict=True) if nbytes is not None}
+        large = [n for n, nbytes in there.items() if nbytes > MAX_NBYTES]
+        return {n: (None, n) for n in there if n not in large}, large
 
     def asked() -> tuple[Held, tuple[str, ...]]:
-        said = f"{root}: HTTP lists no files: of its documents those of usual names, up to 64 MiB, are taken"
         if size(_NOBODYS) is not None:
             return {}, (f"{root} answers for files that it does not have: no documents are taken",)
-        return held(sorted(_USUAL)), (said,)
+        found, large = held(_USUAL)
+        said = f"{root}: HTTP lists no files: of its documents those of usual names are taken"
+        return found, (f"{said}, but for what is larger than 64 MiB: {', '.join(large)}" if large else said,)
 
-    known = held(sorted(filter(is_kept, store.files()))) if store.lists else asked
+    known = held(filter(is_kept, store.files()))[0] if store.lists else asked
     return Documents(root, known, exported, index, weights)

@@ -19,6 +19,7 @@ from serving import Handler, Served
 
 import meshtape as mt
 from meshtape import errors, storage
+from meshtape.storage.format import documents
 from meshtape.storage.stores import object_store
 
 pytest.importorskip("obstore")
@@ -247,7 +248,7 @@ def test_a_zarr_group_that_cannot_be_listed(odd, tmp_path):
         mt.merge(f"{odd.url}/z", tmp_path / "out")
 
 
-def test_documents_that_nothing_lists(odd, tmp_path):
+def test_documents_that_nothing_lists(odd, tmp_path, monkeypatch):
     texts = {
         "config": {"a": 1},
         "tokenizer": {"b": 2},
@@ -267,7 +268,15 @@ def test_documents_that_nothing_lists(odd, tmp_path):
             report = storage.merge(url, tmp_path / "out", overwrite=True)
             assert found.documents["tokenizer"] == storage.open_checkpoint(tmp_path / "out").documents["tokenizer"]
             assert set(usual) < set(os.listdir(tmp_path / "out"))
-            assert [n for n in report.notes if "HTTP lists no files: of its documents those of usual names" in n]
+            assert [
+                n
+                for n in report.notes
+                if n.endswith("HTTP lists no files: of its documents those of usual names are taken")
+            ]
+    monkeypatch.setattr(documents, "MAX_NBYTES", 5)
+    found = mt.open_checkpoint(f"{odd.url}/hf").documents
+    assert list(found) == ["merges.txt"]
+    assert found.notes[0].endswith("larger than 64 MiB: README.md, config.json, tokenizer.json")
 
 
 @pytest.mark.parametrize(
