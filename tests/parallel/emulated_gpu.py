@@ -44,7 +44,7 @@ class OutOfMemoryError(MemoryError):
 class DeviceArray:
     """``cupy.ndarray``: memory of one device."""
 
-    __slots__ = ("_a", "device")
+    __slots__ = ("__weakref__", "_a", "device")
     __array_priority__ = 100
 
     def __init__(self, a: np.ndarray, device: int) -> None:
