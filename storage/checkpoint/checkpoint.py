@@ -358,7 +358,7 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held
     tensors = [a.tensor for a in ckpt.arrays.values()]
-    known = (f for t in tensors if isinstance(t, ZarrTensor) for f in t.files())
+    known = (f for t in tensors if isinstance(t, ZarrTensor) for f in t.every_file())
     listed = Listed.now(ckpt.path, apart=apart, known=known)
     return held if listed is NONE else listed
 

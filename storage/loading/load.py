@@ -125,7 +125,7 @@ def _hierarchies(targets: Mapping[str, LoadTarget]) -> list[Generation]:
             if isinstance(leaf, ZarrTensor) and not isinstance(leaf.generation, Listed):
                 nodes[leaf.root][leaf.node] = leaf
     return [
-        Listed.now(root, tuple(held), known=(f for leaf in held.values() for f in leaf.files()))
+        Listed.now(root, tuple(held), known=(f for leaf in held.values() for f in leaf.every_file()))
         for root, held in nodes.items()
     ]
 

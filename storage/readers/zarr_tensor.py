@@ -267,7 +267,7 @@ class ZarrTensor(GridTensor):
         start = f"{self.node}/" if self.node else ""
         return [start + self.key(coord) for coord in itertools.product(*grid)]
 
-    def files(self) -> list[str]:
+    def every_file(self) -> list[str]:
         """All files that it may have, below the root: metadata and chunks."""
         start, old = f"{self.node}/" if self.node else "", self.encoding[0] == "v2"
         named = [".zarray", ".zattrs"] if old else ["zarr.json"]
