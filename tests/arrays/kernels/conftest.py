@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -107,11 +108,33 @@ ORDERS = {
 }
 
 
-@pytest.fixture(params=[n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)])
+FIRST = tuple(ORDERS)[:2]
+
+
+@pytest.hookimpl(tryfirst=True)  # before long runs are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases of a test run in one of the first two orders, in turns, and a test of less than four cases in both.
+    All others are long runs."""
+    cases: dict[Any, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if "emulator" in getattr(item, "fixturenames", ()):
+            cases[item.path, item.originalname].append(item)
+    for of_test in cases.values():
+        by_rest: dict[str, list[pytest.Function]] = defaultdict(list)
+        for item in of_test:
+            by_rest[str({n: i for n, i in item.callspec.indices.items() if n != "emulator"})].append(item)
+        for i, orders in enumerate(by_rest.values()):
+            wanted = FIRST if len(by_rest) < 4 else FIRST[i % 2 : i % 2 + 1]
+            for item in orders:
+                if item.callspec.params["emulator"] not in wanted:
+                    item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=ORDERS)
 def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> Iterator[Any]:
-    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once
-    with results that are aligned to their elements only, threads and blocks in random order and races found; in slow
-    runs in more orders."""
+    """Kernels run on the CPU while the test does: with memory as a GPU has it and threads in ascending order, or with
+    results that are aligned to their elements only, threads and blocks in random order and races found; in slow runs
+    in all orders."""
     runner = emulation.Emulator(library_cache, *ORDERS[request.param])
     with running_on(runner):
         yield runner
@@ -146,7 +169,8 @@ def compiled_together(request: pytest.FixtureRequest, emulation: ModuleType, lib
             patch.setattr("_pytest.assertion.util._reprcompare", None)
             given |= {"emulator": runner, "place": runner.xp.array, "monkeypatch": patch, "emulation": emulation}
             given["close"] = lambda *args, **kwargs: None
-            item.obj(**{name: given[name] for name in item._fixtureinfo.argnames})
+            names = item._fixtureinfo.argnames
+            item.obj(**{n: given[n] if n in given else request.getfixturevalue(n) for n in names})
     if noted:
         emulation.compile_kernels(library_cache, noted)
 

@@ -38,6 +38,7 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
     assert "there is none to measure on: CuPy is" in done.stderr
 
 
+@pytest.mark.usefixtures("compiled_together")
 def test_every_row_runs(emulator: Any, benchmark: ModuleType) -> None:
     make = benchmark.Maker()
     d = np.dtype(np.float32)

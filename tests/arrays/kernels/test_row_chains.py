@@ -16,6 +16,7 @@ from meshtape.arrays.kernels import launch
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 
+pytestmark = pytest.mark.usefixtures("compiled_together")
 FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 
 

@@ -23,6 +23,8 @@ UNIT = 48
 Source = tuple[str, tuple[str, ...]]
 """A CUDA source, and the instances of its templates that are asked for."""
 
+_MACROS = re.compile(r"^\s*#\s*define\s+(\w+)", re.MULTILINE)
+_HELD = frozenset(_MACROS.findall("".join(h.read_text() for h in HEADERS)))  # for all sources
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
@@ -43,7 +45,7 @@ def _entries(text: str, names: Sequence[str], prefix: str) -> str:
     text = re.sub(r"extern\s+__shared__\s+(.+?)\s+(\w+)\[\];", r"DYNAMIC_SHARED(\1, \2);", text)
     text = text.replace('extern "C"', "")
     starts = "\n".join(f"START({prefix}_{name}, {how}, {expression})" for name, expression in asked)
-    macros = "\n".join(f"#undef {m}" for m in dict.fromkeys(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.MULTILINE)))
+    macros = "\n".join(f"#undef {m}" for m in dict.fromkeys(_MACROS.findall(text)) if m not in _HELD)
     return f"namespace {prefix} {{\n{text}\n{starts}\n}}\n{macros}\n"
 
 

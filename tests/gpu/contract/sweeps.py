@@ -281,11 +281,6 @@ SAMPLED = ("add", "exp", "sum", "matmul", "argmax", "inv", "solve", "pinv", "fft
 def values(_: str) -> dict[str, Any]:
     """Of some ops, the first sample in float32: where its values differ from the CPU's; and the words for a singular
     matrix."""
-    FAKE.kernels.compile(_asked_by(_values))
-    return _values() | {"failures": FAKE.libraries.failures}
-
-
-def _values() -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in SAMPLED:
         args, params = op_samples.calls(name)[0]
@@ -295,7 +290,7 @@ def _values() -> dict[str, Any]:
     with mt.use_device("cuda:0"):
         out["singular"] = text_of(lambda: mt.linalg.inv(mt.ones((3, 3))))
     out["float8"] = _float8()
-    return out
+    return out | {"failures": FAKE.libraries.failures}
 
 
 def _asked_by(call: Callable[[], Any]) -> set[tuple[str, tuple[str, ...]]]:
@@ -1338,6 +1333,12 @@ def kernels(cache: str) -> dict[str, str]:
     }
     out = {}
     with launch.running_on(runner):
+        runner.noted = set()
+        with mt.use_device("cuda:0"):
+            for name, (args, params) in rows.items():
+                outcome(lambda n=name, a=args, p=params: apply(mt.OPS[n], placed(a, "cuda:0"), p), ())
+        emulator.compile_kernels(runner.cache, runner.noted)  # together; else each with all that are like it
+        runner.noted = None
         for name, (args, params) in rows.items():
             want = apply(mt.OPS[name], placed(args, "cpu"), params)
             want = want if isinstance(want, tuple) else (want,)
@@ -1359,4 +1360,7 @@ def kernels(cache: str) -> dict[str, str]:
 if __name__ == "__main__":
     out = sys.stdout
     sys.stdout = sys.stderr
-    json.dump(globals()[sys.argv[1]](*sys.argv[2:]), out)
+    sweep = functools.partial(globals()[sys.argv[1]], *sys.argv[2:])
+    if FAKE.kernels is not None:
+        FAKE.kernels.compile(_asked_by(sweep))
+    json.dump(sweep(), out)
