@@ -40,9 +40,11 @@ SIZES = {
 
 def sources(limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the standard library's modules: to learn from, and every tenth file to be judged by."""
-    files = sorted(
-        p for p in Path(os.__file__).parent.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)
-    )
+    files: list[Path] = []
+    for folder, below, names in os.walk(Path(os.__file__).parent):
+        below[:] = set(below) - {"site-packages", "test", "tests"}
+        files += (Path(folder, n) for n in names if n.endswith(".py"))
+    files.sort()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, p in enumerate(files):
         parts[i % 10 == 9].append(p.read_bytes())

@@ -245,7 +245,7 @@ class _ObjectReader(Reader):
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
-            self._nbytes = _fetched(self._length, self._where)
+            self._nbytes = _fetched(self._looked, self._where)
         return self._nbytes
 
     @property
@@ -256,24 +256,21 @@ class _ObjectReader(Reader):
                 _fetched(self._looked, self._where)
         return self._tag
 
-    def _looked(self) -> None:
-        """Meet the present version. Caches on the way of HTTP answer HEAD with an old one, or with none: there a byte
-        is asked for, as reads are."""
+    def _looked(self) -> int:
+        """Meet the present version; returns its length. Over HTTP a byte is asked for, as reads are: caches on the way
+        answer HEAD with an old version or with none, and some servers not at all."""
         if self._where.partition("://")[0] in READ_ONLY and _host(self._where) not in _rangeless:
             try:
                 if self._asked(0, 1) is not None:
-                    return
-            except FileNotFoundError:
-                raise
-            except Exception:  # such as that of an empty file, which has no first byte
-                pass
-        self._length()
-
-    def _length(self) -> int:
+                    return self._nbytes or 0
+            except Exception as e:
+                # An empty file has no first byte. The text holds the URL, whose port or name may have 416 in it.
+                if isinstance(e, FileNotFoundError) or "416 Range" not in str(e):
+                    raise
         try:
             return self._seen(_obstore().head(self._client, self._key))
         except FileNotFoundError as e:
-            if "405 Method" not in str(e):  # the text holds the URL, whose port or name may have 405 in it
+            if "405 Method" not in str(e):
                 raise
             # A server without HEAD; what it sends says how much there is.
             return self._seen(_obstore().get(self._client, self._key).meta)
@@ -332,6 +329,11 @@ class _ObjectReader(Reader):
         try:
             found = _obstore().get(self._client, self._key, options={"range": (start, start + n)})
         except NotSupportedError:
+            _rangeless.add(host := _host(self._where))
+            warnings.warn(
+                f"{host} does not answer requests for ranges of bytes: each read downloads its file from the start",
+                stacklevel=2,
+            )
             return None
         self._seen(found.meta)
         return memoryview(found.bytes())
@@ -348,12 +350,6 @@ class _ObjectReader(Reader):
         if encoding not in ("", "identity"):
             raise StoreError(f"{self._where}: the server sends it compressed ({encoding}); have it served as it is")
         self._seen(found.meta)
-        if (host := _host(self._where)) not in _rangeless:
-            _rangeless.add(host)
-            warnings.warn(
-                f"{host} does not answer requests for ranges of bytes: each read downloads its file from the start",
-                stacklevel=2,
-            )
         out, at = bytearray(), 0
         for piece in found.stream(min_chunk_size=1 << 20):
             view = memoryview(piece)

@@ -51,7 +51,7 @@ def test_it_learns_and_is_judged_on_other_files(job, single):
     assert judged < 7.5
     learn, held = job.sources()
     assert len(learn) > 5 * len(held) > 500_000
-    found = job.baselines(learn, held[:65536], 512)
+    found = job.baselines(learn, held[:16384], 512)
     assert 1.0 < found["xz -9, whole"] < found["gzip -9, whole"] < 3.0
     assert (
         found["gzip -9, whole"]
