@@ -210,7 +210,7 @@ def _cluster(address: str | None) -> AbstractContextManager[Any]:
 @contextmanager
 def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar of bytes on a terminal; plain lines in a pipe."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
     from .tables import console
 
@@ -221,7 +221,13 @@ def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | 
     if not on.is_terminal:
         yield _lines(title)
         return
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+
+    class Rate(ProgressColumn):  # rich has one in powers of 1000
+        def render(self, task: Any) -> str:
+            rate = task.finished_speed or task.speed
+            return "" if rate is None else f"{human_bytes(rate)}/s"
+
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), Rate(), TimeRemainingColumn())
     bar = Progress(*columns, console=on)
 
     def show(done: int, total: int) -> None:

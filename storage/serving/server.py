@@ -74,9 +74,6 @@ class FileHandler(Handler):
             return True
         raise web.HTTPError(403, reason="The address needs the token that was printed when the server started")
 
-    async def head(self, path: str) -> None:
-        await self.get(path)
-
     async def get(self, path: str) -> None:
         found, at, stop, first = await self._guarded(lambda: self._begin(path))
         if found is None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tornado import web
+from tornado.httputil import url_concat
 from tornado.ioloop import IOLoop
 from tornado.iostream import StreamClosedError
 
@@ -88,6 +89,9 @@ class Handler(web.RequestHandler):
     def set_default_headers(self) -> None:
         for name, value in _HEADERS.items():
             self.set_header(name, value)
+
+    def head(self, *path: str) -> Any:
+        return self.get(*path)
 
     def prepare(self) -> None:
         self._check_host()
@@ -164,7 +168,8 @@ class Handler(web.RequestHandler):
             return
         shown = work.result()
         if shown.location is not None:
-            self.redirect(shown.location, status=shown.status)
+            asked = {name: value for name in ("format", "fragment") if (value := self.parameter(name))}
+            self.redirect(url_concat(shown.location, asked), status=shown.status)
             return
         self.set_status(shown.status)
         if self.format == "json":

@@ -59,6 +59,17 @@ def test_every_view_of_every_format(visit: Any, formats: list[Path], kit: Any) -
         assert v.get("rows", at=at, in_="enc").text.count("<tr") == (1 if path.name == "foreign" else 2)
 
 
+def test_the_head_of_a_page_and_its_form_after_a_redirect(visit: Any, formats: list[Path]) -> None:
+    v = visit(formats[0])
+    whole, head = v.get("checkpoint", at=0), v.ask("HEAD", "/checkpoint?at=0")
+    assert (head.status, head.body, head.headers["content-type"]) == (200, b"", whole.headers["content-type"])
+    assert int(head.headers["content-length"]) == len(whole.body)
+    assert v.ask("HEAD", "/nothing").status == 404
+    r = v.get("open", at=0, format="json")
+    assert (r.status, r.headers["location"]) == (302, "checkpoint?at=0&format=json")
+    assert v.get(r.headers["location"]).json["rows"]
+
+
 def test_a_scan_runs_in_the_background_and_reports(visit: Any, formats: list[Path], kit: Any) -> None:
     v = visit(*formats)
     for i, path in enumerate(formats):
