@@ -265,12 +265,12 @@ class _ObjectReader(Reader):
                     return self._nbytes or 0
             except Exception as e:
                 # An empty file has no first byte. The text holds the URL, whose port or name may have 416 in it.
-                if isinstance(e, FileNotFoundError) or "416 Range" not in str(e):
+                if "416 Range" not in str(e):
                     raise
         try:
             return self._seen(_obstore().head(self._client, self._key))
-        except FileNotFoundError as e:
-            if "405 Method" not in str(e):
+        except Exception as e:
+            if not any(said in str(e) for said in ("405 Method", "501 Not")):
                 raise
             # A server without HEAD; what it sends says how much there is.
             return self._seen(_obstore().get(self._client, self._key).meta)
