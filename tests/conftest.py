@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -127,15 +128,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+_swept = time.monotonic()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """And what stays after the tests of a file (caches, clusters), or a search in the last files takes half a second.
-    The next file finds no memory that this one has left for use again: up to a gigabyte."""
-    if nextitem is None or nextitem.path != item.path:
+    """And what stays after the tests of some files (caches, clusters), or a search in the last files takes half a
+    second. The next file finds no memory that these have left for use again: up to a gigabyte."""
+    global _swept
+    if nextitem is None or nextitem.path != item.path and time.monotonic() > _swept + 5:
         gc.collect()
         gc.freeze()
         if (pool := sys.modules.get("meshtape.arrays.backends.memory_pool")) is not None:
             pool.POOL.clear()
+        _swept = time.monotonic()
 
 
 ORDER = (
