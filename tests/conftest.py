@@ -136,7 +136,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """And what stays after the tests of some files (caches, clusters), or a search in the last files takes half a
     second. The next file finds no memory that these have left for use again: up to a gigabyte."""
     global _swept
-    if nextitem is None or nextitem.path != item.path and time.monotonic() > _swept + 5:
+    if nextitem is None or (nextitem.path != item.path and time.monotonic() > _swept + 5):
         gc.collect()
         gc.freeze()
         if (pool := sys.modules.get("meshtape.arrays.backends.memory_pool")) is not None:
