@@ -134,9 +134,11 @@ _swept = time.monotonic()
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """And what stays after the tests of some files (caches, clusters), or a search in the last files takes half a
-    second. The next file finds no memory that these have left for use again: up to a gigabyte."""
+    second. The next file finds no memory that these have left for use again, up to a gigabyte; and none with a cluster
+    finds there what the garbage of another one keeps."""
     global _swept
-    if nextitem is None or (nextitem.path != item.path and time.monotonic() > _swept + 5):
+    ends = nextitem is None or nextitem.path != item.path
+    if ends and (item.nodeid.startswith("tests/parallel/") or time.monotonic() > _swept + 5):
         gc.collect()
         gc.freeze()
         if (pool := sys.modules.get("meshtape.arrays.backends.memory_pool")) is not None:
