@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import stat
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,32 @@ def _stat(path: str) -> os.stat_result | None:
         return None
 
 
-def _tag_of(s: os.stat_result) -> str:
-    seconds, rest = divmod(s.st_mtime_ns, 10**9)
-    return f"{s.st_size} bytes, written {_second(seconds)}.{rest:09d}, inode {s.st_ino}"
+def _tag_of(s: os.stat_result, where: str | int) -> str:
+    """The tag of a file, by what is known of it, and its path or descriptor."""
+    return f"{s.st_size} bytes, written {_time(s.st_mtime_ns)}, inode {s.st_ino}, made {_time(_made(s, where))}"
+
+
+def _time(nanoseconds: int) -> str:
+    seconds, rest = divmod(nanoseconds, 10**9)
+    return f"{_second(seconds)}.{rest:09d}"
+
+
+def _made(s: os.stat_result, where: str | int) -> int:
+    """When a file was made, in nanoseconds, or 0 where the system does not tell. One that is unpacked from an archive
+    over another may get its inode, its length and its time."""
+    if sys.platform != "linux":
+        return int(getattr(s, "st_birthtime", 0) * 10**9)
+    found, by_fd = ctypes.create_string_buffer(256), isinstance(where, int)
+    folder, name, flags = (where, b"", 0x1000) if by_fd else (-100, os.fsencode(where), 0)
+    if _statx()(folder, name, flags, 0x800, found):
+        return 0
+    has, seconds, rest = struct.unpack_from("=I76xqI", found)  # statx(2)
+    return seconds * 10**9 + rest if has & 0x800 else 0
+
+
+@cache
+def _statx() -> Callable[..., int]:
+    return getattr(ctypes.CDLL(None), "statx", lambda *args: -1)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -111,7 +135,7 @@ class _LocalReader(Reader):
         # Of a reader that is closed, the tag of when that was; another thread may close it just now, which sets that
         # before the number of the file is anybody's.
         try:
-            found = self._tag or _tag_of(os.fstat(self._fd))
+            found = self._tag or _tag_of(os.fstat(self._fd), self._fd)
         except OSError:
             if not self._tag:
                 raise
@@ -204,7 +228,8 @@ class LocalStore(Store):
                 active().unlink(self._path(name))
 
     def tags(self, names: Sequence[str]) -> list[str | None]:
-        return [None if (s := _stat(f"{self.root}{os.sep}{name}")) is None else _tag_of(s) for name in names]
+        paths = [f"{self.root}{os.sep}{name}" for name in names]
+        return [None if (s := _stat(path)) is None else _tag_of(s, path) for path in paths]
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         found, folders = [], [under]
@@ -216,7 +241,7 @@ class LocalStore(Store):
                         if e.is_dir(follow_symlinks=False):
                             folders.append(start + e.name)
                         elif (s := _stat(e.path)) is not None and not stat.S_ISDIR(s.st_mode):
-                            found.append(StoredObjectInfo(start + e.name, s.st_size, s.st_mtime, _tag_of(s)))
+                            found.append(StoredObjectInfo(start + e.name, s.st_size, s.st_mtime, _tag_of(s, e.path)))
             except OSError as e:
                 unlisted(e)
         return iter(sorted(found, key=attrgetter("name")))

@@ -296,6 +296,29 @@ def test_a_file_that_is_written_in_place(tmp_path):
         ckpt["w4"][:]
 
 
+def test_a_file_that_is_unpacked_over_another_of_its_length_and_time(tmp_path):
+    """As of two archives whose files all have one time; the inode of the former is free, and is the next one's."""
+    path, document = tmp_path / "x.safetensors", tmp_path / "d.json"
+
+    def unpack(value):
+        path.unlink(missing_ok=True)
+        save_file({"w": np.full(9, value, "f4"), "u": np.full(9, value + 10, "f4")}, path)
+        os.utime(path, (10**9, 10**9))
+
+    unpack(1)
+    storage.virtual.write(document, storage.virtual.weighted_sum([path], [1.0]))
+    before, opened, inode = open_checkpoint(path), open_checkpoint(path), path.stat().st_ino
+    assert before["w"][0] == 1
+    unpack(2)
+    if path.stat().st_ino == inode and "made 1970" in stores.holding(str(path))[0].tag(path.name):
+        pytest.skip("this file system does not say when a file was made")
+    for read in (lambda: opened["w"][...], lambda: before["u"][...]):
+        with pytest.raises(errors.CheckpointReplaced):
+            read()
+    with pytest.raises(errors.ParentChanged):
+        mt.load(document)
+
+
 def test_a_zarr_hierarchy_by_others(tmp_path):
     import zarr
 
