@@ -3,9 +3,9 @@
 A writer that overwrites puts a whole checkpoint in the place of another, while readers may be at work. Each of them
 stays with the generation that it opened, by three means. A checkpoint is opened from files that were all there at one
 instant: their tags (inode, birth, length and time of a file; ETag of an object) are taken while they are read, and
-compared when the last one was. Chunks of our own format are bound to the manifest by their checksums, so a chunk of another
-generation cannot pass; where it fails, `guarded` looks whether the manifest is still the one that was opened, and says
-which of the two is the reason. Files without checksums are compared with their tag whenever they were read.
+compared when the last one was. Chunks of our own format are bound to the manifest by their checksums, so a chunk of
+another generation cannot pass; where it fails, `guarded` looks whether the manifest is still the one that was opened,
+and says which of the two is the reason. Files without checksums are compared with their tag whenever they were read.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ of                     identity
 meshtape               the crc32c of its manifest, which binds every chunk
 virtual                the crc32c of its document, which pins its own parents
 safetensors with sums  a digest of names, shapes, dtypes and checksums of all tensors
-all others             a digest of the table of contents and of the files' tags: lengths, times, inodes, births, or ETags
+all others             a digest of the table of contents and the files' tags: lengths, times, inodes, births, or ETags
 =====================  =========================================================================================
 """
 
