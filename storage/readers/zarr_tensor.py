@@ -32,10 +32,12 @@ from ..format.manifest import FILE
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import store as stores
 from ..stores.generations import ABSENT, NONE, Generation, Listed
+from ..stores.icechunk_store import is_versioned
 from ..stores.object_store import client
 from .dual_tensor import DualTensor, at_folder
 from .reading import Job
 
+METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")  # files of a node
 _SHOWN = 8  # chunks that a message names
 _V2_NAMES = "_ARRAY_DIMENSIONS"  # xarray's attribute for the names of dimensions, which Zarr v2 lacks
 
@@ -236,6 +238,16 @@ class ZarrTensor(GridTensor):
     @property
     def file_chunk(self) -> tuple[int, ...]:
         return self.chunk
+
+    def bound(self, generation: Generation) -> ZarrTensor:
+        """With the files by which a hierarchy was opened those that speak of this array: its own metadata, and that of
+        the groups around it. (A read of each of n arrays would else look at those of all.)"""
+        if type(generation) is Generation and not is_versioned(self.root):
+            folders = itertools.accumulate(self.node.split("/") if self.node else (), stores.join, initial=self.root)
+            files = [stores.join(folder, name) for folder in folders for name in METADATA]
+            mine = {f: generation.tags[f] for f in files if f in generation.tags}
+            generation = replace(generation, tags=mine)
+        return replace(self, generation=generation)
 
     def _keys(self) -> set[str] | None:
         """The names of all files of the array, or None where they cannot be listed."""
