@@ -425,8 +425,9 @@ def read(root: str) -> Manifest | None:
 
 
 def scalar_leaves(tree: Any, path: Path = (), none: bool = False) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of the leaves of a decoded tree that are not arrays; of those that are None, where asked."""
-    if isinstance(tree, (dict, list, tuple)):
+    """(path, value) of the leaves of a decoded tree that are not arrays; where asked, of None and of empty containers,
+    too."""
+    if isinstance(tree, (dict, list, tuple)) and (tree or not path or not none):
         for k, v in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if type(v) is not Leaf:
                 yield from scalar_leaves(v, (*path, k), none)

@@ -57,7 +57,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     if keys is None:
         return None
     known = {a.name: a.path for a in ckpt.arrays.values()}
-    known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
+    known.update({n: p for p, _ in scalar_leaves(ckpt.structure, none=True) if (n := leaf_name(p)) not in ckpt.skipped})
     picked: set[Path] = set()
     unused = []
     for pattern in patterns_of(keys):
@@ -92,13 +92,16 @@ def loadable(
     odd = {n for n, a in arrays.items() if a.dtype in types} - named if types else ()
     if not odd or len(odd) == len(arrays):
         return picked, {}
-    paths = {a.path for n, a in arrays.items() if n not in odd} | {p for p, _ in scalar_leaves(ckpt.structure)}
+    paths = {a.path for n, a in arrays.items() if n not in odd}
+    paths |= {p for p, _ in scalar_leaves(ckpt.structure, none=True)}
     why = {n: f"{arrays[n].dtype} is no dtype of an array" for n in arrays if n in odd}
     return paths if picked is None else paths & picked, why
 
 
 def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
     """The tree with only the picked leaves: others vanish from dicts, and become None in lists and tuples."""
+    if path in picked:
+        return node, True
     if isinstance(node, dict):
         kept = {k: prune(v, picked, (*path, k)) for k, v in node.items()}
         kept = {k: v for k, (v, some) in kept.items() if some}
@@ -106,7 +109,7 @@ def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
     if isinstance(node, (list, tuple)):
         parts = [prune(v, picked, (*path, i)) for i, v in enumerate(node)]
         return type(node)(v for v, _ in parts), any(some for _, some in parts)
-    return (node, True) if path in picked and node is not None else (None, False)
+    return None, False
 
 
 def held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredArray], dict[str, Any]]:

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
@@ -122,6 +123,9 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 if attempt == generations.ATTEMPTS - 1:
                     raise
             except CheckpointError as e:
+                plain = unquote(given) if given.startswith(("http://", "https://")) else given
+                if isinstance(e, NotACheckpoint) and plain != given:
+                    raise NotACheckpoint(f"{e} (names are taken as they are written: {plain} is another)") from None
                 if not generations.were_replaced(tags, e):
                     raise
             except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost

@@ -89,15 +89,38 @@ def verify(path: str | os.PathLike[str] | Checkpoint) -> VerifyReport:
     started = time.perf_counter()
     ckpt = open_checkpoint(path)
     with ckpt.generation.guarded():
-        return _verify(ckpt, ckpt.path if path is ckpt else stores.location(path), started)  # type: ignore[arg-type]
+        given = ckpt.path if path is ckpt else stores.location(path)  # type: ignore[arg-type]
+        return _verify(ckpt, given, _Work(started))
 
 
-def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> VerifyReport:
+@dataclass
+class _Work:
+    """A call of `verify`, and what it has verified: parents and bases that several share are read once."""
+
+    started: float
+    done: dict[tuple[str, str], VerifyReport] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def part(self, ckpt: Checkpoint, lenient: bool = False) -> tuple[VerifyReport, int, int]:
+        """The report of a parent or a base, and how many files and bytes of it were not counted before."""
+        of = ckpt.computed or ckpt.manifest
+        key = ckpt.path, "" if of is None else of.identity
+        if key in self.done:
+            return self.done[key], 0, 0
+        r = self.done[key] = _verify(ckpt, ckpt.path, self, lenient)
+        return r, r.files, r.nbytes
+
+
+def _verify_computed(ckpt: Checkpoint, computed: Computed, work: _Work) -> VerifyReport:
     """The document of a virtual checkpoint was compared when it was opened, and so were its parents' identities."""
-    held = [_verify(p, p.path, started, lenient=True) for p in computed.parents.values()]
-    seconds = time.perf_counter() - started
+    parts = [work.part(p, lenient=True) for p in computed.parents.values()]
+    held = [r for r, _, _ in parts]
+    seconds = work.seconds
     ckpt.generation.check()
-    files, nbytes = sum(r.files for r in held) + bool(computed.identity), sum(r.nbytes for r in held)
+    files, nbytes = sum(n for _, n, _ in parts) + bool(computed.identity), sum(n for _, _, n in parts)
     rest = []
     for parent, r in zip(computed.parents.values(), held, strict=True):
         if parent.computed is not None:
@@ -109,15 +132,15 @@ def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> Ve
     return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, list(dict.fromkeys(rest)), ckpt.skipped)
 
 
-def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False) -> VerifyReport:
+def _verify(ckpt: Checkpoint, given: str, work: _Work, lenient: bool = False) -> VerifyReport:
     if ckpt.computed is not None:
-        return _verify_computed(ckpt, ckpt.computed, started)
+        return _verify_computed(ckpt, ckpt.computed, work)
     held = ckpt.manifest
     if held is None:
         root = stores.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
         files, nbytes = verify_others(ckpt, root, lenient)
         rest = [] if ckpt.kind in _FILES and given == ckpt.path else _others(root, files)
-        return VerifyReport(ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest, ckpt.skipped)
+        return VerifyReport(ckpt.path, len(ckpt), len(files), nbytes, work.seconds, rest, ckpt.skipped)
     tensors = [stored_of(a.tensor) for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:
@@ -147,10 +170,9 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
     rest = _others(ckpt.path, known | form | {file for _, file in held.documents.values()})
     count = len(jobs) + len(ckpt.documents)
     if ckpt.base is not None:
-        below = _verify(ckpt.base, ckpt.base.path, started)
-        count, nbytes = count + below.files, nbytes + below.nbytes
-    seconds = time.perf_counter() - started
-    return VerifyReport(ckpt.path, len(tensors), count, nbytes, seconds, rest)
+        _, files, more = work.part(ckpt.base)
+        count, nbytes = count + files, nbytes + more
+    return VerifyReport(ckpt.path, len(tensors), count, nbytes, work.seconds, rest)
 
 
 def _others(root: str, compared: Container[str | None]) -> list[str]:

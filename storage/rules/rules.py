@@ -113,7 +113,7 @@ class Rules:
         """
         if not isinstance(ckpt, Checkpoint):
             raise CheckpointError(f"rules are applied to an open checkpoint (open_checkpoint), got {ckpt!r:.80}")
-        scalars = {n: value for n, value in ckpt.leaves.items() if value is not None}
+        scalars = ckpt.leaves
         try:
             tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
             program = BoundRules(self.rules, self.follow, tensors, scalars, ckpt.skipped)

@@ -153,7 +153,8 @@ def row_scales(wide: Any, levels: int) -> Any:
     largest = mt.max(mt.abs(wide), axis=-1, keepdims=True)
     roots = (mt.min(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
     least = float(np.finfo(wide.dtype).smallest_subnormal)  # so that a scale is never 0, nor rounded down to half
-    scale = mt.where(roots, mt.sqrt(largest) / (-2 * levels), largest / levels + least)
+    most = np.nextafter(np.finfo(wide.dtype).max / levels, 0, dtype=wide.dtype)  # times ``levels`` it is finite
+    scale = mt.where(roots, mt.sqrt(largest) / (-2 * levels), mt.minimum(largest / levels + least, float(most)))
     return mt.where(mt.isfinite(largest), mt.where(largest > 0, scale, mt.ones_like(largest)), mt.nan)
 
 

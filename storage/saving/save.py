@@ -437,6 +437,7 @@ class _Save:
         step = None if given.get("step") is None else step_number(given["step"])
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
         kept = manifest.decode_json(manifest.encode_json(dict(mapping("metadata", given.get("metadata"))), "metadata"))
+        kept.pop(manifest.FORMER, None)  # which speaks of the values of another
         self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
         self.documents = encode(given.get("documents"))
         refuse_taken(items, self.documents)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
 from ..rules.lazy_tensors import InMemoryTensor
 from ..stores import store as stores
+from ..stores.generations import NONE, Generation, JointGeneration, Listed
 from ..transform.convert import treating_missing
 from .virtual_files import JoinedFile, TensorFile, VirtualFile, file_of, text_file
 from .zarr_view import ZarrView
@@ -60,6 +62,15 @@ def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
     return files
 
 
+def _of_files(generation: Generation) -> Iterator[tuple[str, str]]:
+    """The tags of a joint generation, without those of Zarr hierarchies of others, all of whose files are listed."""
+    if isinstance(generation, JointGeneration):
+        for part in generation.parts:
+            yield from _of_files(part)
+    elif not isinstance(generation, Listed):
+        yield from generation.tags.items()
+
+
 @dataclass(frozen=True)
 class Found:
     """A file and its ETag; or a folder, with the names in it."""
@@ -86,6 +97,8 @@ class _Generation:
         except CheckpointDTypeError as e:
             told.append(f"safetensors/ is not there: {e}")
         self.lost = "\n".join(told)
+        # Elements tell of their own files, and none of the documents that say how they are computed.
+        self.documents = NONE if ckpt.computed is None else Generation(dict(_of_files(ckpt.generation)))
         # Of the same files, parts and sums differ that are given open.
         salt = os.urandom(16) if given is ckpt else b""
         self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode() + salt)
@@ -136,9 +149,9 @@ class ServedCheckpoint:
             held = self._held = self._held or _Generation(self._given, self._missing)
         found = held.find(path)
         text = isinstance(getattr(found and found.file, "tensor", None), InMemoryTensor)
-        if found is not None and (found.file is None or text):
+        if found is not None:
             try:
-                held.ckpt.generation.check()
+                (held.ckpt.generation if found.file is None or text else held.documents).check()
             except CheckpointReplaced:
                 if not self.follow:
                     raise

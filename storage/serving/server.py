@@ -76,7 +76,8 @@ class FileHandler(Handler):
 
     async def get(self, path: str) -> None:
         found, at, stop, first = await self._guarded(lambda: self._begin(path))
-        if found is None:
+        # A folder in a tree is one of Zarr, whose clients look for files: of one called model.safetensors, too.
+        if found is None or (found.file is None and "/" in path and not path.endswith("/")):
             raise web.HTTPError(404, reason="There is no such file")
         if found.file is None:
             if path and not path.endswith("/"):

@@ -46,7 +46,7 @@ def _stat(path: str) -> os.stat_result | None:
         return None
     except OSError as e:
         if e.errno != errno.ELOOP:
-            raise
+            raise failed(e, f"{path} cannot be looked at") from e
         return None
 
 

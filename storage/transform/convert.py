@@ -183,7 +183,7 @@ class Selection:
             ckpt = Rules(rules).on(ckpt)
         picked = select(ckpt, keys)
         if drop is not None:
-            every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure)}
+            every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure, none=True)}
             picked = (every if picked is None else picked) - (select(ckpt, drop, drop=True) or set())
         arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
         with store.listed_once():
@@ -273,7 +273,8 @@ def zarr_sink(
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
     tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
-    head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, dict(held.ckpt.metadata), choice.meshes)
+    metadata = {k: v for k, v in held.ckpt.metadata.items() if k != manifest.FORMER}  # the values may be others
+    head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, metadata, choice.meshes)
     head.attributes = group
     return ZarrSink(items, head, held.documents())
 

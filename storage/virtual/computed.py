@@ -96,15 +96,22 @@ class WeightedSum(Agreed):
                 held, n = _at_work(part, box, wide)
                 nbytes += n
                 if weight != 1.0:
-                    held *= number(weight)
+                    _scale(np.multiply, held, number(weight))
                 if i:
                     total += held
                 else:
                     total[...] = held  # a sum that begins with a zero would lose the sign of a negative one
             if self.divisor != 1.0:
-                total /= number(self.divisor)
+                _scale(np.divide, total, number(self.divisor))
         out[...] = cast(self.name, total, self.dtype, box.offset)
         return nbytes
+
+
+def _scale(by: np.ufunc, x: np.ndarray, number: np.floating[Any]) -> None:
+    """Multiply or divide in place by a real number: as a complex one it would make NaN of the part beside an
+    infinity."""
+    for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
+        by(part, number, out=part)
 
 
 @dataclass(frozen=True, slots=True)

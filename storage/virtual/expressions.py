@@ -191,7 +191,7 @@ def computed_from(node: Node, base: Checkpoint, arrays: Mapping[str, Any], **cha
         held[name].rule = label
     metadata = {k: v for k, v in base.metadata.items() if not k.startswith("meshtape.")} | {LINEAGE: label}
     own = {"path": label, "kind": "virtual", "arrays": held, "metadata": metadata, "meshes": [], "manifest": None}
-    return replace(base, **own, computed=None, whole=True, **changed)  # type: ignore[arg-type]
+    return replace(base, **own, computed=None, base=None, whole=True, **changed)  # type: ignore[arg-type]
 
 
 def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:

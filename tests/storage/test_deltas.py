@@ -208,6 +208,41 @@ def test_sharded_steps_keep_their_blocks_when_their_base_goes(kit, tmp_path):
             old["w"][...]
 
 
+@pytest.mark.parametrize("how", ["manager", "save", "convert"])
+def test_metadata_of_a_step_do_not_make_another_the_one_that_was_pinned(tmp_path, how):
+    """A step that got another base says what it was before; what is saved with its metadata has other values."""
+    manager = CheckpointManager(tmp_path / "run", keep=None, anchor_every=10)
+    for step in (1, 2, 3):
+        manager.save(step, {"w": W + step})
+    place, document = manager.path(3), tmp_path / "d.json"
+    virtual.write(document, virtual.mean([place]))
+    manager.delete(1)
+    assert np.array_equal(np.asarray(load(document)["w"]), W + 3)
+    metadata = open_checkpoint(place).metadata
+    assert manifest.FORMER in metadata
+    if how == "manager":
+        manager.save(3, {"w": W}, metadata, overwrite=True)
+    elif how == "save":
+        save(place, {"w": W}, metadata=metadata, overwrite=True)
+    else:
+        convert(place, tmp_path / "short", format="zarr", dtype="float16")
+        shutil.rmtree(place)
+        os.rename(tmp_path / "short", place)
+    with pytest.raises(errors.ParentChanged):
+        load(document)
+
+
+def test_metadata_of_a_step_leave_its_metrics_with_it(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2, best="loss")
+    manager.save(1, {"w": W}, {"mine": 7}, metrics={"loss": 1.0})
+    metadata = open_checkpoint(manager.latest()).metadata
+    manager.save(2, {"w": W}, metadata)
+    manager.save(3, {"w": W}, metadata, metrics={"loss": 5.0})
+    manager.save(4, {"w": W}, metadata)
+    assert (manager.steps(), manager.best()) == ([1, 4], manager.path(1))
+    assert open_checkpoint(manager.latest()).metadata["mine"] == 7
+
+
 def test_rotation_keeps_the_anchor_that_is_needed(tmp_path):
     manager = CheckpointManager(tmp_path, keep=1, anchor_every=3)
     seen = []

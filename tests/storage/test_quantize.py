@@ -100,17 +100,18 @@ def test_numbers_beside_what_is_not_finite_are_not_lost_in_silence(tmp_path, bad
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     "row",
-    [[1e-50, 2e-50, -1e-51], [1e-50, 2e-51, 0], [1e300, -1e299, 2], [1e-45, -1e-45], [1e-40, -3e-41], [1e38, 1e20]],
+    [[1e-50, 2e-50, -1e-51], [1e-50, 2e-51, 0], [1e300, -1e299, 2], [1e-45, -1e-45], [1e-40, -3e-41], [1e38, 1e20]]
+    + [[0, s * np.finfo(t).max] for s in (1, -1) for t in (np.float32, np.float64)],
 )
 def test_the_ends_of_a_dtypes_range(tmp_path, row, bits):
-    x = np.array([row], "f8" if not 1e-45 <= row[0] <= 1e39 else "f4")
+    x = np.array([row], "f8" if not 1e-45 <= max(map(abs, row)) <= float(np.finfo("f4").max) else "f4")
     held, levels, unit = (
         quantize({"m": x}, bits=bits),
         {8: 254, 4: 14}[bits],
         float(np.finfo(x.dtype).smallest_subnormal),
     )
     got = np.asarray(dequantize(held)[0]["m"])
-    assert (np.abs(got - x) <= x.max() / levels * (1 + 1e-5) + unit).all()
+    assert (np.abs(got - x) <= np.abs(x).max() / levels * (1 + 1e-5) + unit).all()
     assert min(row) < 0 or ((got > 0) == (x > 0)).all()
     save(tmp_path / "x", {"m": x})
     lazy = mt.storage.virtual.quantize(tmp_path / "x", bits=bits)

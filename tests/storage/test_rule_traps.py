@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from meshtape import errors
+from meshtape import errors, storage
 from meshtape.storage import LoadReport, Rules, convert, load, merge, open_checkpoint, save, save_safetensors
 from meshtape.storage.format import dtypes
 from meshtape.storage.rules import rules as r
@@ -335,3 +335,27 @@ def test_scalars_of_the_state_follow_into_numbered_parts():
 def test_braces_of_a_name_stay_braces():
     held = Rules("x.{i}.{{a}} -> {{i}}.{i}.{{{i}}}").on_arrays({"x.3.{a}": np.ones(2)})
     assert list(held) == ["{i}.3.{3}"]
+
+
+def test_nothing_and_what_is_empty_go_along(tmp_path):
+    """They are leaves, too: by rules, by keys, and where others are dropped."""
+    tree = {"params": {"w": np.ones(3)}, "rng": [1, None, True], "scheduler": None, "empty": {}, "none": [], "n": 3}
+    place = storage.save(tmp_path / "c", tree).path
+    flat = {"w": 3, "rng.0": 1, "rng.1": None, "rng.2": True, "scheduler": None, "empty": {}, "none": [], "n": 3}
+
+    def said(found):
+        return {k: len(v) if k == "w" else v for k, v in found.items()}
+
+    rules = "params.{x*} -> {x*}"
+    assert said(storage.load(place, rules=rules)) == flat
+    assert said(storage.load(storage.virtual.with_rules(place, rules))) == flat
+    storage.convert(place, tmp_path / "d", format="zarr", rules=rules)
+    assert said(storage.load(tmp_path / "d")) == flat
+    assert storage.load(place, keys=["scheduler", "empty"]) == {"scheduler": None, "empty": {}}
+    storage.convert(place, tmp_path / "e", format="zarr", drop=["n", "params.*"])
+    assert storage.load(tmp_path / "e") == {k: v for k, v in tree.items() if k not in ("n", "params")}
+    storage.convert(place, tmp_path / "f", format="zarr", drop=["scheduler", "rng.0", "empty", "none"])
+    rest = storage.load(tmp_path / "f")
+    assert (rest.pop("params")["w"].tolist(), rest) == ([1] * 3, {"rng": [None, None, True], "n": 3})
+    report = storage.convert(place, tmp_path / "g.safetensors", format="safetensors")
+    assert sorted(report.skipped) == ["empty", "n", "none", "rng.0", "rng.1", "rng.2", "scheduler"]

@@ -21,6 +21,7 @@ from obstore.store import HTTPStore
 import meshtape as mt
 from meshtape import errors
 from meshtape.cli.main import main
+from meshtape.storage import virtual
 from meshtape.storage.base import names
 from meshtape.storage.browse.server import half_closed
 from meshtape.storage.readers.compressed import CompressedTensor
@@ -267,6 +268,34 @@ def test_the_start_page_names_what_lies_below(tmp_path, token):
         out = CliRunner().invoke(main, ["ls", server.url])
         assert out.exit_code == 1
         assert f"open {server.url}safetensors or {server.url}zarr" in out.output
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_document_that_is_replaced_or_over_one_that_is(tmp_path, follow):
+    steps = [mt.save(tmp_path / str(i), {"w": np.full(4, float(i))}).path for i in range(4)]
+    inner, outer = tmp_path / "inner.json", tmp_path / "outer.json"
+    virtual.write(inner, virtual.mean(steps[:2]))
+    virtual.write(outer, virtual.cast(inner, np.float32))
+    with mt.storage.serve(inner, follow=follow) as one, mt.storage.serve(outer, follow=follow) as over:
+        urls = [server.url + "safetensors/model.safetensors" for server in (one, over)]
+        before = [ask(url)[1]["ETag"] for url in urls]
+        virtual.write(inner, virtual.mean(steps[2:]), overwrite=True)
+        found = [ask(url) for url in urls]
+        assert [status for status, *_ in found] == ([200, 422] if follow else [409, 409])  # its parent is another
+        if follow:
+            assert found[0][1]["ETag"] != before[0]
+            assert mt.load(one.url + "safetensors")["w"].tolist() == [2.5] * 4
+        os.remove(inner)
+        assert ask(urls[0])[0] in ((503, 404) if follow else (409,))
+
+
+def test_arrays_called_as_the_files_of_a_checkpoint(tmp_path):
+    names = ("meshtape.json", "model.safetensors", "model.safetensors.index.json")
+    mt.save(tmp_path / "c", {n: np.full(3, i) for i, n in enumerate(names)})
+    with mt.storage.serve(tmp_path / "c") as server:
+        assert [ask(f"{server.url}zarr/{n}")[0] for n in names] == [404] * 3
+        found = mt.load(f"{server.url}zarr")
+        assert [found[n].tolist() for n in names] == [[i] * 3 for i in range(3)]
 
 
 def test_replacement_and_damage(tmp_path):

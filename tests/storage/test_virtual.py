@@ -90,7 +90,11 @@ def files(home):
 def summed(arrays, weights, divisor=1.0):
     """In the order of the arrays, in the dtype that the documentation says."""
     dtype = arrays[0].dtype
-    wide = np.dtype("f8") if dtype == np.float64 else dtype if dtype.kind == "c" else np.dtype("f4")
+    if dtype.kind == "c":  # by real numbers, each part alone: NumPy's product has NaN beside an infinity
+        out = np.empty_like(arrays[0])
+        out.real, out.imag = (summed([p(x) for x in arrays], weights, divisor) for p in (np.real, np.imag))
+        return out
+    wide = np.dtype("f8") if dtype == np.float64 else np.dtype("f4")
     number = np.float64 if dtype == np.float64 else np.float32
     total = None
     for x, w in zip(arrays, weights, strict=True):
@@ -175,6 +179,19 @@ def test_sums_are_numpys_to_the_bit(kit, tmp_path, layout, dtype):
                 assert kit.same(ckpt[name][at], whole[at])
         assert kit.same(ckpt["w"][::3, 1], wanted(*(t["w"] for t in trees))[::3, 1])
         assert ckpt["step"][...] == 7
+
+
+@pytest.mark.parametrize("dtype", ["c8", "c16"])
+def test_an_infinity_leaves_the_part_beside_it(tmp_path, dtype):
+    a, b = np.array([1 + 2j, 5, 1j], dtype), np.array([complex(np.inf, 3), complex(2, -np.inf), 1j], dtype)
+    paths = [one(tmp_path, n, x) for n, x in (("a", a), ("b", b))]
+    assert (
+        virtual.difference(*paths)["w"][...].tolist()
+        == (a - b).tolist()
+        == [complex(-np.inf, -1), complex(3, np.inf), 0]
+    )
+    halves = virtual.weighted_sum(paths, [1, 1], normalize=True)["w"][...]
+    assert halves.tolist() == [complex(np.inf, 2.5), complex(3.5, -np.inf), 1j]
 
 
 def test_the_working_dtype_keeps_what_a_short_one_would_lose(tmp_path):
