@@ -232,6 +232,27 @@ def test_metadata_of_a_step_do_not_make_another_the_one_that_was_pinned(tmp_path
         load(document)
 
 
+def test_parents_that_documents_share_are_verified_once(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", keep=None, anchor_every=10)
+    for step in range(1, 6):
+        manager.save(step, {"w": W + step})
+    alone = verify(manager.path(1)).nbytes + sum(verify(manager.path(s)).nbytes for s in range(2, 6))
+    alone -= 4 * verify(manager.path(1)).nbytes  # each delta has counted its anchor
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    virtual.write(one, virtual.mean([manager.path(s) for s in range(1, 6)]))
+    virtual.write(two, virtual.mean([one, virtual.cast(one, np.float32), manager.path(1)]))
+    assert verify(one).nbytes == verify(two).nbytes == alone
+    assert verify(two).files == verify(one).files + 1  # two documents, one of them inside the other
+    opened = open_checkpoint(two)
+    assert opened.base is None
+    assert "delta" not in str(opened)
+    with next((tmp_path / "run").glob("step-00000001/w/c*")).open("r+b") as f:
+        f.write(b"xxxx")
+    for damaged in (one, two):
+        with pytest.raises(errors.CorruptCheckpoint, match="step-00000001"):
+            verify(damaged)
+
+
 def test_metadata_of_a_step_leave_its_metrics_with_it(tmp_path):
     manager = CheckpointManager(tmp_path, keep=2, best="loss")
     manager.save(1, {"w": W}, {"mine": 7}, metrics={"loss": 1.0})

@@ -319,6 +319,24 @@ def test_a_file_that_is_unpacked_over_another_of_its_length_and_time(tmp_path):
         mt.load(document)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_folder_of_chunks_that_may_not_be_read(tmp_path):
+    import zarr
+
+    zarr.open_group(tmp_path / "z", mode="w").create_array("w", data=np.ones((4, 3)), chunks=(2, 3))
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and folder != Path("/") and not folder.stat().st_mode & 1:
+            folder.chmod(0o755)
+    opened = open_checkpoint(tmp_path / "z")
+    (tmp_path / "z/w/c/0").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(errors.StoreError, match=r"w/c/0/0 cannot be looked at: Permission denied"):
+            opened["w"][:1]
+    finally:
+        os.seteuid(0)
+
+
 def test_a_zarr_hierarchy_by_others(tmp_path):
     import zarr
 
