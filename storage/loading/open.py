@@ -7,12 +7,12 @@ checkpoint of ``torch.distributed``; on a disk or in an object store.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
@@ -42,7 +42,7 @@ from ..readers.dual_tensor import DualTensor, is_dual
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
-from ..readers.zarr_tensor import of_array, open_array, refused, root_key, zarr_place
+from ..readers.zarr_tensor import METADATA, of_array, open_array, refused, root_key, zarr_place
 from ..stores import atomic_directory, generations, icechunk_store
 from ..stores import store as stores
 from ..stores.contract import Store, recording
@@ -52,7 +52,6 @@ from .other_writers import refuse_changed
 
 OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 """Files that rooms above this one open, by the 24 bytes with which they begin."""
-_ZARR = ("zarr.json", ".zgroup", ".zarray")
 _KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 _OURS = re.compile(r"pack-.+-\d{5}.*\.safetensors|meshtape\.sums.*")
@@ -123,9 +122,8 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 if attempt == generations.ATTEMPTS - 1:
                     raise
             except CheckpointError as e:
-                plain = unquote(given) if given.startswith(("http://", "https://")) else given
-                if isinstance(e, NotACheckpoint) and plain != given:
-                    raise NotACheckpoint(f"{e} (names are taken as they are written: {plain} is another)") from None
+                if isinstance(e, NotACheckpoint) and "%" in given and given.startswith("http"):
+                    raise NotACheckpoint(f"{e} (names are taken as they are written: %20 is no space)") from None
                 if not generations.were_replaced(tags, e):
                     raise
             except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
@@ -172,10 +170,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
     for file, opens in ((HF_INDEX, _open_hugging_face), (HF_SINGLE, _open_single)):
         if store.size(file) is not None:
             ckpt = opens(root, file, verify)
-            if store.size(_ZARR[0]) is not None and not any(is_dual(a.tensor) for a in list(ckpt.values())[:1]):
+            if store.size(METADATA[0]) is not None and not any(is_dual(a.tensor) for a in list(ckpt.values())[:1]):
                 _warn_of_two(root, file, f"a Zarr hierarchy, which is not, as {manifest.FILE} of meshtape is missing")
             return ckpt
-    if any(store.size(n) is not None for n in _ZARR):
+    if any(store.size(n) is not None for n in METADATA):
         return _open_zarr(root, verify)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root, verify)
@@ -520,9 +518,8 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
                 except CheckpointDTypeError as e:
                     skipped[name or root_key(root)] = str(e)
         # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
-        for name in {"", *([] if stores.is_url(root) else found)}:
-            for file in _ZARR:
-                stores.at(root).tag(f"{name}/{file}" if name else file)
+        for name, file in itertools.product({"", *([] if stores.is_url(root) else found)}, METADATA):
+            stores.at(root).tag(f"{name}/{file}" if name else file)
     except (IncompleteCheckpoint, CorruptCheckpoint):
         raise
     except Exception as e:

@@ -37,7 +37,8 @@ from ..stores.object_store import client
 from .dual_tensor import DualTensor, at_folder
 from .reading import Job
 
-METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")  # files of a node
+METADATA = ("zarr.json", ".zgroup", ".zarray")  # of which each node has one
+_FILES = (*METADATA, ".zattrs", ".zmetadata")
 _SHOWN = 8  # chunks that a message names
 _V2_NAMES = "_ARRAY_DIMENSIONS"  # xarray's attribute for the names of dimensions, which Zarr v2 lacks
 
@@ -244,7 +245,7 @@ class ZarrTensor(GridTensor):
         the groups around it. (A read of each of n arrays would else look at those of all.)"""
         if type(generation) is Generation and not is_versioned(self.root):
             folders = itertools.accumulate(self.node.split("/") if self.node else (), stores.join, initial=self.root)
-            files = [stores.join(folder, name) for folder in folders for name in METADATA]
+            files = [stores.join(folder, name) for folder in folders for name in _FILES]
             mine = {f: generation.tags[f] for f in files if f in generation.tags}
             generation = replace(generation, tags=mine)
         return replace(self, generation=generation)

@@ -144,7 +144,7 @@ def test_servers_that_do_what_they_should_more_or_less(odd, how, kind):
 def test_names_are_taken_as_they_are_written(odd, tmp_path):
     storage.save_safetensors(tmp_path / "a%20b.safetensors", {"w": W})
     odd.root = str(tmp_path)
-    with pytest.raises(errors.NotACheckpoint, match=r"as they are written: .*/a b\.safetensors is another"):
+    with pytest.raises(errors.NotACheckpoint, match="as they are written: %20 is no space"):
         mt.load(f"{odd.url}/a%20b.safetensors")
     assert {path for _, path, _ in odd.log} == {"/a%2520b.safetensors", "/a%2520b.safetensors/meshtape.json"}
 
