@@ -15,12 +15,19 @@ class RunCheckpoints:
     """Base of the trainer: at most one checkpoint is being written, and one counts once it is complete."""
 
     checkpoints: Any
+    save_every: int | None
     saved_at: int | None
     _saving: tuple[int, SaveHandle] | None
 
     def newest(self) -> str | None:
         """The newest complete checkpoint of this run."""
         return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after a step that is not the last."""
+        if (c := self.checkpoints) is None or self.save_every is not None:
+            return self.save_every is not None and step % self.save_every == 0
+        return (c.every_steps or c.every_minutes) is not None and c.should_save(step)
 
     def saving_at(self) -> int | None:
         """Step of the newest checkpoint that was begun."""

@@ -107,8 +107,8 @@ class Trainer(RunCheckpoints):
         the background: one at a time, from a copy that costs nothing, while steps go on. An error of it ends the run at
         the next step.
     save_every
-        Steps between checkpoints; one is written at the end and at a signal in any case. The run waits for it before it
-        ends.
+        Steps between checkpoints, else those of ``checkpoints`` (``every_steps``, ``every_minutes``); one is written at
+        the end and at a signal in any case. The run waits for it before it ends.
     resume
         ``"auto"``: from the newest checkpoint if there is one; ``"never"``; or the path of a checkpoint.
     evaluate, eval_every
@@ -425,7 +425,7 @@ class Trainer(RunCheckpoints):
                 self.landed()
                 self.report.display.step(at.step)
                 reason = self._done()
-                save = self.save_every is not None and at.step % self.save_every == 0
+                save = self.is_due(at.step)
                 if at.step % self.log_every == 0 or reason or save or self.signals.received is not None:
                     self._read(meter)
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:

@@ -176,6 +176,18 @@ def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(tr
         assert equal(a, b)
 
 
+def test_a_manager_of_ones_own_says_when_checkpoints_are_due(trainer, tmp_path):
+    for name, due, given, steps in (
+        ("count", {"every_steps": 2}, {}, [2, 4, 5]),
+        ("time", {"every_minutes": 1e-9}, {}, [1, 2, 3, 4, 5]),
+        ("neither", {}, {}, [5]),
+        ("the run's", {"every_steps": 2}, {"save_every": 3}, [3, 5]),
+    ):
+        manager = mt.CheckpointManager(tmp_path / name, keep=None, **due)
+        trainer(steps=5, checkpoints=manager, **given).fit()
+        assert manager.steps() == steps, name
+
+
 def test_background_saves_hold_the_state_of_their_step(trainer, tmp_path):
     manager = mt.CheckpointManager(tmp_path, keep=None, asynchronous=True)
     t = trainer(steps=6, save_every=2, checkpoints=manager)
