@@ -216,8 +216,7 @@ class CheckpointManager:
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
-        if self.best_metric is not None:
-            kept[numbered.BEST] = {"metric": self.best_metric, "is": self.best_is}
+        kept |= {numbered.BEST: {"metric": self.best_metric, "is": self.best_is}} if self.best_metric else {}
         base, number, earlier = self._earlier(target)
         if base is not None:
             kept[numbered.DELTA] = number
