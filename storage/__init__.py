@@ -26,7 +26,7 @@ from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
 from .loading.open import open_checkpoint
 from .loading.report import LoadReport
-from .loading.usage import RepositoryUsage, StepUsage, Usage, usage
+from .loading.usage import RepositoryUsage, StepUsage, UnreadStep, Usage, usage
 from .loading.verify import VerifyReport, verify
 from .programs.program_file import LoadedProgram, load_program, program_document, save_program
 from .readers.safetensors import load_safetensors, read_header, save_safetensors
@@ -67,6 +67,7 @@ __all__ = [
     "Snapshots",
     "StepUsage",
     "StoredArray",
+    "UnreadStep",
     "Usage",
     "VerifyReport",
     "Zstd",

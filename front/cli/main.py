@@ -12,6 +12,7 @@ import io
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class _Commands(click.Group):
             # A name that the terminal has no characters for is shown by their numbers.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        with _fitting_messages():
+        with _fitting_messages(), _plain_warnings():
             return self._invoked(ctx)
 
     def _invoked(self, ctx: click.Context) -> Any:
@@ -92,6 +93,26 @@ def _fitting_messages() -> Iterator[None]:
             text = wrapped(e.format_message(), width, len("Error: "))
             e.format_message = lambda: text  # type: ignore[method-assign]
         raise
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A block in which a warning for users is one line, without the place in the code. A script of ``run`` keeps it."""
+    from ..storage.browse.model.text import visible
+
+    python = warnings.formatwarning
+
+    def told(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+        ctx = click.get_current_context(silent=True)
+        if not issubclass(category, UserWarning) or (ctx is not None and ctx.command is cli_run.run):
+            return python(message, category, *place, **line)
+        return f"warning: {visible(str(message), 10**5)}\n"
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = python
 
 
 def _give_up_unwritten() -> None:

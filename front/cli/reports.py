@@ -11,7 +11,7 @@ from typing import Any
 
 from ..storage.blending.blend import BlendReport
 from ..storage.blending.lora import LoraReport
-from ..storage.loading.usage import RepositoryUsage, StepUsage, Usage
+from ..storage.loading.usage import RepositoryUsage, StepUsage, UnreadStep, Usage
 from ..storage.loading.verify import VerifyReport
 from ..storage.transform.convert import ConvertReport
 from ..storage.transform.diff import DiffReport
@@ -29,8 +29,9 @@ _NAMES: dict[type, str] = {
     ConvertReport: _CONVERTED,
     BlendReport: f"{_CONVERTED} made",
     LoraReport: "path ranks energy left notes seconds",
-    Usage: "path file_nbytes=nbytes steps",
+    Usage: "path file_nbytes=nbytes steps unread",
     StepUsage: "path step arrays nbytes=total_size file_nbytes=nbytes freed base",
+    UnreadStep: "path file_nbytes=nbytes why",
     RepositoryUsage: "path file_nbytes=nbytes chunks inlined virtual unreachable",
 }
 

@@ -76,7 +76,7 @@ def show(path: str, as_json: bool) -> bool:
             Column("arrays", number=True, rank=2),
             Column("bytes", number=True, rank=1),
             Column("branch"),
-            Column(metric or "metric", rank=3),
+            *([Column(metric, rank=3)] if metric else []),
             Column(""),
         ],
         [
@@ -84,7 +84,7 @@ def show(path: str, as_json: bool) -> bool:
                 r["name"],
                 *([""] * 2 if r["note"] else [str(r["arrays"]), human_bytes(r["nbytes"])]),
                 r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
-                f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
+                *([f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else ""] if metric else []),
                 visible(r["note"] or ", ".join(r["marks"] + ([f"delta of {r['base']}"] if r["base"] else [])), 200),
             ]
             for r in rows
@@ -187,7 +187,7 @@ def du(path: str, as_json: bool) -> None:
     from ..storage import RepositoryUsage, usage
     from ..storage.browse.model.text import visible
     from .reports import data
-    from .tables import Column, write
+    from .tables import Column, write, write_text
 
     found = usage(path)
     if as_json:
@@ -225,3 +225,5 @@ def du(path: str, as_json: bool) -> None:
         ],
         title=title,
     )
+    for u in found.unread:
+        write_text(visible(f"cannot be opened, {human_bytes(u.nbytes)}: {u.path}: {u.why}", 10**4))

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError
 from ..base.names import STEP
@@ -18,6 +18,8 @@ from .branches import Branch
 
 METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
+BEST = "meshtape.best"
+"""The key of a manager's policy, ``{"metric": name, "is": "lowest" or "highest"}``, in the metadata of its saves."""
 DELTA = "meshtape.delta"
 """The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
 _SERIES = re.compile(r"(?!.*tmp)((?:[^\d.]*(?:[^\w.]|_|(?i:step|epoch|iter|iteration|checkpoint|ckpt|update)))?)(\d+)")
@@ -74,6 +76,13 @@ def of_manifest(path: str, held: manifest.Manifest) -> Numbered:
     )
 
 
+def policy_of(held: manifest.Manifest) -> tuple[str, Literal["", "lowest", "highest"]]:
+    """The metric, and its value that is best, by the manager that saved a checkpoint; empty where it said neither."""
+    said = held.metadata.get(BEST)
+    metric, which = (said.get("metric"), said.get("is")) if isinstance(said, dict) else ("", "")
+    return (metric, which) if isinstance(metric, str) and which in ("lowest", "highest") else ("", "")
+
+
 def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
     """The manifest of a checkpoint, or the error of reading it; None where it has none."""
     try:
@@ -104,6 +113,14 @@ def _dead_links(directory: str) -> list[str]:
 
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
     """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
+    found, others = survey(directory)
+    for path, why in others.items() if warn else ():
+        warnings.warn(f"skipped {path}: {why}", stacklevel=4)
+    return found
+
+
+def survey(directory: str) -> tuple[list[Numbered], dict[str, str]]:
+    """The complete checkpoints of a directory, by step; and the paths of the others, with why they are none."""
     there = store.at(directory)
     names = listed(there.folders())
     held: dict[str, manifest.Manifest | CheckpointError | None] = {}
@@ -120,17 +137,15 @@ def complete(directory: str, warn: bool = False) -> list[Numbered]:
         if orphans:
             held, names = {}, listed(there.folders())
     found: list[Numbered] = []
+    others: dict[str, str] = {}
     for n, m in held.items():
         target = store.join(directory, n)
         if isinstance(m, manifest.Manifest) and n not in orphans:
             found.append(of_manifest(target, m))
-        elif warn and n in names:
-            incomplete = orphans.get(n) or m or f"it has no {manifest.FILE}, so it is incomplete"
-            warnings.warn(f"skipped {target}: {incomplete}", stacklevel=4)
-    for n in _dead_links(directory) if warn else ():
-        warnings.warn(f"skipped {store.join(directory, n)}: the link leads nowhere, or to itself", stacklevel=4)
+        elif n in names:
+            others[target] = str(orphans.get(n) or m or f"it has no {manifest.FILE}, so it is incomplete")
+    others |= {store.join(directory, n): "the link leads nowhere, or to itself" for n in _dead_links(directory)}
     own = {c.step for c in found if c.path == store.join(directory, name(c.step))}
     copies = [c for c in found if c.step in own and c.path != store.join(directory, name(c.step))]
-    for c in copies if warn else ():
-        warnings.warn(f"skipped {c.path}: its manifest says step {c.step}, which has its own folder", stacklevel=4)
-    return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
+    others |= {c.path: f"its manifest says step {c.step}, which has its own folder" for c in copies}
+    return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path)), others

@@ -4,11 +4,11 @@ icechunk repository."""
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ...arrays.core.errors import NotACheckpoint
 from ..checkpoint import numbered
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import manifest
@@ -36,13 +36,23 @@ class StepUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadStep:
+    """A step that cannot be opened, the bytes of its files, and why."""
+
+    path: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of all files in a place, each counted once whatever its names, and the `StepUsage` of each complete
-    checkpoint."""
+    """Bytes of all files in a place, each counted once whatever its names, the `StepUsage` of each complete checkpoint,
+    and the steps that are none, whose bytes count in the total."""
 
     path: str
     nbytes: int
     steps: list[StepUsage]
+    unread: list[UnreadStep] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,7 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
     Raises
     ------
     NotACheckpoint
-        The place is no checkpoint, and has no complete one.
+        The place is no checkpoint, and has no complete one; where it has steps, it says why one cannot be opened.
 
     Examples
     --------
@@ -120,16 +130,25 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
         return RepositoryUsage(place, _files(place.partition(icechunk_store.VIRTUAL)[0])[0], *held)
     others = runs.one_run(where, runs.of_others(where))
     runs.warn_of_others(where, others)
-    steps = []
+    steps, faults, found = [], dict[str, str](), list[str]()
     for n, c in others.items():
         if isinstance(c, Checkpoint):
             steps.append(_of_another(store.join(where, n), c, numbered.series(n)[1]))
         else:
-            warnings.warn(f"skipped {store.join(where, n)}: {c}", stacklevel=2)
-    for path in [] if steps else [c.path for c in numbered.complete(where, True)] or [where]:
+            faults[store.join(where, n)] = str(c)
+    if not steps:
+        complete, faults = numbered.survey(where)
+        found = [c.path for c in complete] or [where]
+    for path in found:
         root = atomic_directory.resolve(path)
         if (held := manifest.read(root)) is None:
-            steps.append(_of_another(path, ckpt := open_checkpoint(root), ckpt.step))
+            try:
+                steps.append(_of_another(path, ckpt := open_checkpoint(root), ckpt.step))
+            except NotACheckpoint:
+                if path != where or not faults:
+                    raise
+                at, why = max(faults.items())
+                raise NotACheckpoint(f"no step of {where} can be opened: {at}: {why}") from None
             continue
         nbytes, base = sum(a.nbytes for a in held.arrays), held.base and held.base.name
         steps.append(StepUsage(path, held.step, len(held.arrays), nbytes, *_files(root), base))
@@ -137,7 +156,10 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
     for s in steps:
         first.setdefault(s.base, s.freed)
     steps = [replace(s, freed=first.get(store.split(s.path)[1], s.freed)) for s in steps]
-    return Usage(where, _files(where)[0], steps)
+    roots = {path: atomic_directory.resolve(path) for path in faults}
+    there = {path: store.is_url(path) or os.path.exists(root) for path, root in roots.items()}  # no link to nowhere
+    unread = [UnreadStep(p, _files(roots[p])[0] if there[p] else 0, why) for p, why in faults.items()]
+    return Usage(where, _files(where)[0], steps, unread)
 
 
 def _of_another(path: str, ckpt: Checkpoint, step: int | None) -> StepUsage:

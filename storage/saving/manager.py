@@ -217,6 +217,7 @@ class CheckpointManager:
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+        kept |= {numbered.BEST: {"metric": self.best_metric, "is": self.best_is}} if self.best_metric else {}
         base, number, earlier = self._earlier(target)
         if base is not None:
             kept[numbered.DELTA] = number
@@ -479,12 +480,12 @@ class CheckpointManager:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}{best}{f', {now}' if now.number else ''})"
 
     def _repr_html_(self) -> str:
-        return DRAWINGS["run"](self.directory, self.best_metric or "", self.best_is)
+        return DRAWINGS["run"](self.directory, *((self.best_metric, self.best_is) if self.best_metric else ()))
 
     def browse(self) -> Page:
         """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that
         shows itself as a link."""
-        return DRAWINGS["page"](self.directory, metric=self.best_metric, best=self.best_is)
+        return DRAWINGS["page"](self.directory, metric=self.best_metric, best=self.best_metric and self.best_is)
 
     def _complete(self, warn: bool = False) -> list[Numbered]:
         return numbered.complete(self.directory, warn)

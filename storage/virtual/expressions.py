@@ -170,7 +170,8 @@ class Node:
 
     def _shown(self, *names: str) -> list[str]:
         held = {name: getattr(self, name) for name in names}
-        return [f"{name}={value!r:.60}" for name, value in held.items() if value not in (None, (), INTEGERS[0])]
+        texts = {name: repr(value) for name, value in held.items() if value not in (None, (), INTEGERS[0])}
+        return [f"{name}={text:.60}{'…' * (len(text) > 60)}" for name, text in texts.items()]
 
 
 def parents_of(node: Any) -> Iterator[Parent]:

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -22,7 +24,7 @@ from rich.console import Console
 
 import meshtape as mt
 from meshtape.cli import tables
-from meshtape.cli.main import main
+from meshtape.cli.main import _plain_warnings, main
 from meshtape.cli.storage import _progress
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -148,8 +150,41 @@ def test_a_broken_step_is_told_beside_the_whole_ones(tmp_path: Path) -> None:
     row = next(line for line in call("ls", str(tmp_path)).stdout.splitlines() if "00002" in line)
     assert "not a manifest" in row
     assert " B " not in row
-    with pytest.warns(UserWarning, match="skipped .*step-00000002.*not a manifest"):
-        assert "step-00000002" not in call("du", str(tmp_path)).stdout
+    *_, last = call("du", str(tmp_path)).stdout.splitlines()
+    assert re.match(r"cannot be opened, 1[.]. KiB: .*step-00000002: .*not a manifest", last)
+
+
+def test_a_warning_is_one_line_without_the_place_in_the_code(tmp_path: Path) -> None:
+    manager = mt.CheckpointManager(tmp_path)
+    manager.save(1, {"w": np.ones(3)})
+    mt.merge(manager.path(1), tmp_path / "checkpoint-4")
+    for command in ("ls", "du"):
+        done = meshtape(command, str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        _, told = done.communicate(timeout=200)
+        assert done.returncode == 0
+        assert re.fullmatch(
+            r"warning: .*of another writer beside this run are no steps of it: checkpoint-4; .*\n", told
+        )
+    python = warnings.formatwarning
+    with _plain_warnings():
+        assert warnings.formatwarning("a\nb", UserWarning, "f.py", 3) == "warning: a\\x0ab\n"
+        assert "f.py:3: RuntimeWarning: a" in warnings.formatwarning("a", RuntimeWarning, "f.py", 3)
+        with click.Context(main.commands["run"]):
+            assert "f.py:3: UserWarning: a" in warnings.formatwarning("a", UserWarning, "f.py", 3)
+    assert warnings.formatwarning is python
+
+
+def test_a_run_without_metrics_has_no_column_for_them(tmp_path: Path) -> None:
+    manager = mt.CheckpointManager(tmp_path)
+    manager.save(1, {"w": np.ones(3)})
+    assert call("ls", str(tmp_path)).stdout.splitlines()[1].split() == ["step", "arrays", "bytes", "branch"]
+
+
+def test_derive_marks_where_it_cuts(tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight_of_a_layer_with_a_long_name"
+    mt.save(tmp_path / "c", {name: np.ones((4, 2))})
+    out = call("derive", "rows", str(tmp_path / "c"), "--rows", f"{name}:0:2", "--out", str(tmp_path / "d")).stdout
+    assert f"ranges=(('{name}', 0…): 1 array" in out
 
 
 def meshtape(*args: str, **options: Any) -> subprocess.Popen[Any]:

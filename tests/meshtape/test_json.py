@@ -158,7 +158,7 @@ def test_looking(home: Path) -> None:
     left = home / "run" / "step-00000004.tmp-01234567-01234567-7-01234567"
     left.mkdir()
     check("ls", listed, call("ls", str(home / "packed")), call("ls", str(home / "hf")), call("ls", str(home / "run")))
-    check("du", call("du", str(home / "run")))
+    check("du", call("du", str(home / "run")))  # step 3 is incomplete
     check("gc", call("gc", str(home / "run"), "--older-than", "0", "--dry-run"))
     left.rmdir()
     shown = [call("show", first, n) for n in ("params.w", "params.n", "params.none", "params.empty", "name")]

@@ -332,11 +332,27 @@ def test_commands_tell_the_truth(tmp_path, capsys):
     assert [bool(n) for n in notes] == [True, True, False, False]
     assert "step-00000001" in notes[0]
     assert [s["step"] for s in run("du", str(tmp_path))["steps"]] == [4, 5]
+    unread = run("du", str(tmp_path))["unread"]
+    assert [u["path"] for u in unread] == [manager.path(2), manager.path(3)]
+    told = usage(tmp_path)
+    assert sum(s.nbytes for s in (*told.steps, *told.unread)) == told.nbytes
+    with contextlib.suppress(SystemExit):
+        main(["du", str(tmp_path)], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert all(f"{u['path']}: its base step-00000001 is not there any more" in shown for u in unread)
     with pytest.warns(UserWarning, match="base step-00000001 is not there"):
         assert manager.latest() == manager.path(5)
     assert manager.steps() == [4, 5]
     with pytest.raises(errors.ParentChanged, match="step-00000001"):
         manager.restore(2)
+    shutil.rmtree(manager.path(4))
+    with pytest.raises(errors.NotACheckpoint, match=r"no step of .*step-00000005: its base step-00000004 is not there"):
+        usage(tmp_path)
+    (tmp_path / "step-00000009").symlink_to(tmp_path / "step-00000009")
+    with pytest.raises(errors.NotACheckpoint, match="step-00000009: the link leads nowhere"):
+        usage(tmp_path)
+    manager.save(10, tree(1))
+    assert [u.nbytes > 0 for u in usage(tmp_path).unread] == [True, True, True, False]
 
 
 # ----- what must not pass ---------------------------------------------------------------------------------------------

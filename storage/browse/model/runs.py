@@ -22,7 +22,9 @@ from ...stores import atomic_directory
 from ...stores import store as stores
 from .text import human_bytes
 
-_MOST = 2000
+Direction = Literal["", "lowest", "highest"]
+"""Which value of a metric is best; empty where nobody says."""
+_CACHED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class RunCheckpoint:
     nbytes: int = 0
     saved: float = 0.0
     metrics: tuple[tuple[str, float], ...] = ()
+    policy: tuple[str, Direction] = ("", "")  # metric and direction of the manager that saved it
     note: str = ""
     branch: Branch = field(default_factory=Branch)
     base: manifest.Base | None = None  # from which it is a delta
@@ -57,8 +60,9 @@ class RunSteps:
     remains: list[str]
     metrics: list[str]
     metric: str = ""
-    best_is: Literal["lowest", "highest"] = "lowest"
+    best_is: Direction = ""
     branch: Branch = field(default_factory=Branch)  # that was begun last
+    unread: int = 0  # older steps, beyond those that were asked for
 
     @property
     def complete(self) -> list[RunCheckpoint]:
@@ -77,11 +81,12 @@ class RunSteps:
 
     @property
     def best(self) -> RunCheckpoint | None:
-        """The complete step with the best value of ``metric``, the newest of equals; None where no step has it."""
+        """The complete step with the best value of ``metric``, the newest of equals; None where no step has it, or
+        nobody says which value is best."""
         sign = 1.0 if self.best_is == "lowest" else -1.0
         values = [(s, s.metric(self.metric)) for s in self.complete]
         having = [(sign * v, -s.step, s) for s, v in values if v is not None and not math.isnan(v)]
-        return min(having, key=lambda t: t[:2])[2] if having else None
+        return min(having, key=lambda t: t[:2])[2] if having and self.best_is else None
 
     @property
     def facts(self) -> list[tuple[str, str | None]]:
@@ -90,8 +95,9 @@ class RunSteps:
         return [
             ("Complete", f"{len(done):,}"),
             ("Incomplete", f"{len(self.steps) - len(done):,}" if len(self.steps) != len(done) else None),
+            ("Not read", f"{self.unread:,} older, nor are they shown" if self.unread else None),
             ("Latest", f"step {latest.step:,}" if latest else None),
-            ("Best", f"step {best.step:,}" if best else None),
+            ("Best", f"step {best.step:,}{' of those read' if self.unread else ''}" if best else None),
             ("Size", human_bytes(sum(s.nbytes for s in done))),
         ]
 
@@ -100,12 +106,15 @@ class RunSteps:
         return [(s.step, v) for s in self.complete if (v := s.metric(metric)) is not None]
 
 
-def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> RunSteps:
-    """The run in ``directory``.
+def history(directory: str, metric: str = "", best_is: Direction = "", most: int | None = None) -> RunSteps:
+    """The run in ``directory``; with ``most``, its newest steps alone.
+
+    Where nothing is given, metric and direction are those of the manager that saved the latest step. Without either no
+    step is best, and the metric is one to look at: a loss if there is one.
 
     >>> import numpy as np, tempfile
     >>> from meshtape.storage import CheckpointManager
-    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=3)
+    >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=3, best="loss")
     >>> for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
     ...     _ = manager.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
     >>> run = history(manager.directory)
@@ -114,9 +123,10 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     """
     if others := runs.of_others(directory):
         steps = [_of_another(name, held) for name, held in others.items()]
-        return RunSteps(sorted(steps, key=lambda s: (s.step, s.name)), [], [], "", best_is)
+        return RunSteps(sorted(steps, key=lambda s: (s.step, s.name)), [], [])
     folders = runs.folders_of(directory)
-    steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
+    names = sorted(numbered.listed(folders), key=numbered.series)[::-1]
+    steps = [_step(directory, name) for name in names[:most]]
     held = {s.name: s.identity for s in steps}
     if any(s.base and held.get(s.base.name) != s.base.identity for s in steps):  # or it has a name of another form
         sound = {stores.split(c.path)[1] for c in numbered.complete(directory)}
@@ -126,8 +136,16 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     steps.sort(key=lambda s: (s.step, s.name))
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
     remains = [e for e in folders if atomic_directory.KINDS.match(e)]
-    now = branches.current(directory, [s for s in steps if not s.note])
-    return RunSteps(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
+    done = [s for s in steps if not s.note]
+    now = branches.current(directory, done)
+    policy = next((s.policy for s in reversed(now.line(done) or done)), ("", ""))
+    if metric not in metrics:
+        best_is = "" if metric else best_is  # of a metric that no step has
+        losses_first = sorted(metrics, key=lambda m: "loss" not in m.lower())
+        metric = next((m for m in (policy[0], *losses_first) if m in metrics), "")
+    if not best_is and metric == policy[0]:
+        best_is = policy[1]
+    return RunSteps(steps, remains, metrics, metric, best_is, now, len(names) - len(steps))
 
 
 def _of_another(name: str, held: Checkpoint | CheckpointError) -> RunCheckpoint:
@@ -154,7 +172,7 @@ def _step(directory: str, name: str) -> RunCheckpoint:
     return step or RunCheckpoint(name, int(name.partition("-")[2]), note=note)
 
 
-@lru_cache(_MOST)
+@lru_cache(_CACHED)
 def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> RunCheckpoint | None:
     """A complete step. Its manifest is read once: it never changes without another inode, time or length."""
     held = manifest.read(root)
@@ -163,6 +181,7 @@ def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> RunCheckp
     said = numbered.of_manifest(stores.join(stores.split(root)[0], name), held)
     metrics = tuple((str(k), float(v)) for k, v in said.metrics.items() if type(v) in (int, float))
     nbytes = sum(a.nbytes for a in held.arrays)
+    policy = numbered.policy_of(held)
     return RunCheckpoint(
-        name, said.step, len(held.arrays), nbytes, saved, metrics, "", said.branch, held.base, held.identity
+        name, said.step, len(held.arrays), nbytes, saved, metrics, policy, "", said.branch, held.base, held.identity
     )

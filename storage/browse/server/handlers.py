@@ -223,7 +223,7 @@ _PARAMETERS: dict[str, Callable[[Handler], Any]] = {
     **{name: lambda h, name=name: h.parameter(name) for name in ("name", "b", "metric", "job")},  # type: ignore[misc]
     **{name: lambda h, name=name: bool(h.parameter(name)) for name in ("fragment", "check", "again")},  # type: ignore[misc]
     "at": lambda h: h.parameter("at", "0"),
-    "best": lambda h: "highest" if h.parameter("best") == "highest" else "lowest",
+    "best": lambda h: best if (best := h.parameter("best")) in ("lowest", "highest") else "",
     "a": lambda h: h.parameter("a") or h.parameter("at", "0"),
     "in": lambda h: h.parameters("in"),
     "json": lambda h: h.format == "json",
@@ -246,7 +246,7 @@ def _open(site: Site, at: str, metric: str, best: str) -> Shown:
     kind = site.kind(site.place(at))
     if kind == "directory":
         return view_places.directory(site, at)
-    also = {"metric": metric, "best": best if best == "highest" else None} if kind == "run" else {}
+    also = {"metric": metric, "best": best} if kind == "run" else {}
     return Shown("", status=302, location=href(kind, at=at, **also))
 
 

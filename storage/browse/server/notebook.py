@@ -4,13 +4,13 @@ pictures."""
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import Checkpoint, StoredArray
 from ..model import layout
 from ..model.inventory import ArrayRow, Inventory, NameGroup
-from ..model.runs import history
+from ..model.runs import Direction, history
 from ..model.site import Opened, SitePlace
 from ..model.slices import SliceView, window
 from ..model.text import human_bytes
@@ -21,6 +21,7 @@ from ..views.view_checkpoint import head
 from ..views.view_places import metric_curve
 
 _ROWS = 40
+_READ = 2000  # steps of a run
 _BUDGET = 4 << 20  # bytes that showing an array may read
 
 
@@ -70,8 +71,8 @@ def array_html(a: StoredArray) -> str:
     return _embedded(title=a.name, facts_of=facts_of(a), sections=sections)
 
 
-def run_html(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> str:
+def run_html(directory: str, metric: str = "", best_is: Direction = "") -> str:
     """The directory of a manager: its steps and the curve of its metric."""
-    r = history(directory, metric, best_is)
+    r = history(directory, metric, best_is, _READ)
     sections = [(r.metric, metric_curve(r, 720).image(), None)] if len(r.curve(r.metric)) > 1 else []
     return _embedded(title=directory, facts_of=r.facts, sections=sections, run=r, steps=r.steps[: -_ROWS - 1 : -1])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from ..model.inventory import Query
-from ..model.runs import RunSteps, history
+from ..model.runs import Direction, RunSteps, history
 from ..model.site import Site
 from ..model.text import number, plain, visible
 from . import charts
@@ -14,6 +14,7 @@ from .frame import Shown, above, crumbs, href, render
 from .view_checkpoint import checkpoint
 
 _ROWS = 500
+_READ = 2000  # steps of a run
 
 
 def home(site: Site) -> Shown:
@@ -32,10 +33,10 @@ def directory(site: Site, at: str) -> Shown:
     return Shown(place.label, body, data, crumbs(site, place), up=above(at))
 
 
-def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> Shown:
+def run(site: Site, at: str, metric: str = "", best_is: Direction = "") -> Shown:
     """The checkpoints of a run, newest first, with their metrics."""
     place = site.place(at)
-    r = history(place.path, metric, best_is)
+    r = history(place.path, metric, best_is, _READ)
     before = dict(zip((s.name for s in r.complete[1:]), r.complete, strict=False))
     hrefs = [href("checkpoint", at=f"{at}/{s.name}") for s in r.complete if s.metric(r.metric) is not None]
     body = render(
@@ -43,7 +44,7 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
         at=at,
         place=place,
         r=r,
-        other="highest" if r.best_is == "lowest" else "lowest",
+        others=[d for d in ("lowest", "highest") if d != r.best_is],
         curve=metric_curve(r, 820, hrefs) if r.metric else "",
         steps=r.steps[: -_ROWS - 1 : -1],
         before=before,
@@ -54,7 +55,7 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
     data: dict[str, Any] = {"path": place.path, "metric": r.metric}
     data |= {k: s.step if s else None for k, s in (("best", r.best), ("latest", r.latest))}
     data |= {"steps": [{k: getattr(s, k) for k in fields} | {"metrics": dict(s.metrics)} for s in r.steps]}
-    data |= {"remains": r.remains}
+    data |= {"older": r.unread, "remains": r.remains}
     return Shown(place.label, body, data, crumbs(site, place), up=above(at))
 
 

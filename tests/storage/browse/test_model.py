@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import meshtape as mt
+from meshtape.cli.main import main
 from meshtape.storage import open_checkpoint, save
 from meshtape.storage.browse.model.compare import compare, names
 from meshtape.storage.browse.model.health import Health, scan
@@ -422,7 +426,7 @@ def test_comparison_names_what_cannot_be_compared_first(tmp_path: Path) -> None:
 
 
 def test_a_run_shows_what_is_incomplete_and_changes_nothing(tmp_path: Path) -> None:
-    manager = mt.CheckpointManager(tmp_path / "run", keep=None)
+    manager = mt.CheckpointManager(tmp_path / "run", keep=None, best="loss")
     for step, loss in ((10, 0.5), (20, math.nan), (30, 0.1), (40, 0.2)):
         manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss, "acc": 1 - loss})
     (tmp_path / "run" / "step-00000050").mkdir()
@@ -436,6 +440,45 @@ def test_a_run_shows_what_is_incomplete_and_changes_nothing(tmp_path: Path) -> N
     assert {s.step: bool(s.note) for s in run.steps} == {10: False, 20: False, 30: False, 40: True, 50: True}
     assert history(str(tmp_path / "run"), "acc", "highest").best.step == 30
     assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+def marked(directory: Path) -> tuple[list[str], str, int | None]:
+    """Steps that `ls` marks as best; the metric and the best step of the page's data."""
+    listed = json.loads(CliRunner().invoke(main, ["ls", str(directory), "--json"]).stdout)["steps"]
+    page = json.loads(CliRunner().invoke(main, ["browse", str(directory), "--json"]).stdout)[0]
+    return [s["name"] for s in listed if "best" in s["marks"]], page["metric"], page["best"]
+
+
+@pytest.mark.parametrize("policy", [("loss", "lowest"), ("accuracy", "highest"), None])
+def test_the_best_step_is_that_of_the_manager(tmp_path: Path, policy: tuple[str, str] | None) -> None:
+    options = dict(zip(("best", "best_is"), policy, strict=True)) if policy else {}
+    manager = mt.CheckpointManager(tmp_path, keep=None, **options)
+    for step, loss, accuracy in ((10, 5.0, 0.1), (20, 1.0, 0.5), (30, 3.0, 0.9), (40, 4.0, 0.2)):
+        manager.save(step, {"w": np.ones(3)}, metrics={"epoch": step / 10, "loss": loss, "accuracy": accuracy})
+    best = manager.best()
+    name = os.path.basename(best) if best else None
+    wanted = {"loss": 20, "accuracy": 30}[policy[0]] if policy else None
+    assert marked(tmp_path) == ([name] if name else [], policy[0] if policy else "loss", wanted)
+    assert name == (f"step-{wanted:08d}" if wanted else None)
+    shown = CliRunner().invoke(main, ["ls", str(tmp_path)]).stdout.splitlines()
+    assert (policy[0] if policy else "loss") in shown[1].split()
+    assert ("<td>best</td>" in manager._repr_html_()) == (policy is not None)
+
+
+def test_the_policy_is_that_of_the_latest_step_and_never_a_guess(tmp_path: Path) -> None:
+    values = {"metrics": {"loss": 1.0, "accuracy": 0.5}}
+    mt.CheckpointManager(tmp_path, keep=None, best="loss").save(10, {"w": np.ones(3)}, **values)
+    assert marked(tmp_path) == (["step-00000010"], "loss", 10)
+    later = mt.CheckpointManager(tmp_path, keep=None, best="accuracy", best_is="highest")
+    later.save(20, {"w": np.ones(3)}, **values)
+    assert marked(tmp_path) == (["step-00000020"], "accuracy", 20)
+    mt.CheckpointManager(tmp_path, keep=None, best="seldom").save(30, {"w": np.ones(3)}, **values)
+    assert marked(tmp_path) == ([], "loss", None)
+    assert history(str(tmp_path), "gone", "highest").best is None
+    for odd in ({"metric": "loss", "is": "nearest"}, {"metric": ["loss"], "is": "lowest"}, {"is": "lowest"}, "loss", 3):
+        mt.save(tmp_path / "step-00000040", {"w": 1}, metadata={"meshtape.best": odd, "meshtape.metrics": {"loss": 1}})
+        assert marked(tmp_path) == ([], "loss", None)
+        shutil.rmtree(tmp_path / "step-00000040")
 
 
 # ----- jobs -----------------------------------------------------------------------------------------------------------

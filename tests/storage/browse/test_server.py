@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import meshtape as mt
+from meshtape.cli.main import main
 from meshtape.errors import CheckpointError
 from meshtape.storage import save
 from meshtape.storage.browse import Server
@@ -104,7 +106,7 @@ def test_exact_statistics_of_a_large_array_are_read_on_demand(visit: Any, tmp_pa
 
 
 def test_a_run_and_a_directory(visit: Any, tmp_path: Path, kit: Any) -> None:
-    manager = mt.CheckpointManager(tmp_path / "all" / "run", keep=None)
+    manager = mt.CheckpointManager(tmp_path / "all" / "run", keep=None, best="loss")
     for step in (1, 2, 3):
         manager.save(step, {"w": np.full(4, step)}, metrics={"loss": 1 / step})
     (tmp_path / "all" / ".hidden").mkdir()
@@ -118,6 +120,7 @@ def test_a_run_and_a_directory(visit: Any, tmp_path: Path, kit: Any) -> None:
     data = v.get("run", at="0/run", format="json").json
     assert (data["best"], data["latest"], len(data["steps"])) == (3, 3, 3)
     assert v.get("run", at="0/run", best="highest", format="json").json["best"] == 1
+    assert v.get("run", at="0/run", metric="loss", format="json").json["best"] == 3
     text = kit.Markup(v.get("run", at="0/run").text).check().text
     assert "with 1" in text
     r = v.get("compare", at="0/run/step-00000001")
@@ -498,9 +501,27 @@ def test_showing_a_checkpoint_needs_no_server(formats: list[Path]) -> None:
     assert out.stdout.strip() == "[]"
 
 
+def test_a_page_says_which_steps_it_leaves_out_and_that_none_is_best(visit: Any, tmp_path: Path, kit: Any) -> None:
+    manager = mt.CheckpointManager(tmp_path / "run", keep=None)
+    for step in (1, 3000, 200_000_000):
+        manager.save(step, {"w": np.ones(1)}, metrics={"loss": 1 / step, "rate": step})
+    for step in range(1001, 3000):
+        (tmp_path / "run" / f"step-{step:08d}").mkdir()
+    listed = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path / "run"), "--json"]).stdout)["steps"]
+    assert [s["step"] for s in listed] == [1, *range(1001, 3001), 200_000_000]
+    v = visit(tmp_path / "run")
+    data = v.get("run", at="0", format="json").json
+    assert (data["older"], len(data["steps"]), data["steps"][-1]["step"], data["best"]) == (2, 2000, 200_000_000, None)
+    shown = kit.Markup(v.get("run", at="0").text).check()
+    assert all(t in shown.text for t in ("2 older", "the newest 500 of 2,002", "none is marked as best"))
+    assert all(f"best={d}" in v.get("run", at="0").text for d in ("lowest", "highest"))
+    other = v.get("run", at="0", metric="rate", best="lowest")
+    assert all(t in kit.Markup(other.text).check().text for t in ("step 3,000 of those read", "best is the lowest"))
+
+
 def test_object_stores_are_browsed(visit: Any, kit: Any) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed (the extra s3)")
-    manager = mt.CheckpointManager("memory://browsed/run", keep=None)
+    manager = mt.CheckpointManager("memory://browsed/run", keep=None, best="loss")
     for step in (1, 2):
         manager.save(step, {"w": np.arange(2000.0).reshape(40, 50) * step}, metrics={"loss": 1 / step})
     v = visit("memory://browsed/run")
