@@ -22,6 +22,8 @@ BEST = "meshtape.best"
 """The key of a manager's policy, ``{"metric": name, "is": "lowest" or "highest"}``, in the metadata of its saves."""
 DELTA = "meshtape.delta"
 """The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
+OF_A_STEP = (METRICS, BEST, DELTA)
+"""What the metadata of a step say of it alone, and not of another one that is saved with them."""
 _SERIES = re.compile(r"(?!.*tmp)((?:[^\d.]*(?:[^\w.]|_|(?i:step|epoch|iter|iteration|checkpoint|ckpt|update)))?)(\d+)")
 _LOOKS = 100  # at a directory, while another process rotates it
 

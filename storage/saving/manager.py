@@ -212,8 +212,7 @@ class CheckpointManager:
         if overwrite:
             with locked(self.directory):
                 release(target, self._complete())
-        own = (numbered.METRICS, numbered.DELTA)  # those of another step, where its metadata is given
-        kept = {k: v for k, v in dict(metadata or {}).items() if k not in own}
+        kept = {k: v for k, v in dict(metadata or {}).items() if k not in numbered.OF_A_STEP}
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
