@@ -238,6 +238,8 @@ def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:
         dcp_archive.torch_dtype(t.dtype, n)
     lost = [w for w, v in (("step", held.ckpt.step), ("metadata", held.ckpt.metadata)) if v not in (None, {})]
     lost += ["documents"] if held.ckpt.documents else []
+    empty = [leaf_name(p) for p, value in scalar_leaves(held.structure, none=True) if value == {}]
+    lost += [f"empty dict {some(empty, 3)}"] if empty else []  # nor does PyTorch write it
     held.notes += [f"a PyTorch checkpoint has no place for the {' and the '.join(lost)}"] if lost else []
     return DcpSink(list(held.arrays.items()), paths, values, max_shard_bytes)
 

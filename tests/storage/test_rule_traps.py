@@ -357,5 +357,8 @@ def test_nothing_and_what_is_empty_go_along(tmp_path):
     storage.convert(place, tmp_path / "f", format="zarr", drop=["scheduler", "rng.0", "empty", "none"])
     rest = storage.load(tmp_path / "f")
     assert (rest.pop("params")["w"].tolist(), rest) == ([1] * 3, {"rng": [None, None, True], "n": 3})
+    report = storage.convert(place, tmp_path / "dcp", format="dcp")
+    assert report.notes == ["a PyTorch checkpoint has no place for the empty dict empty"]
+    assert storage.load(tmp_path / "dcp").keys() == {"params.w", *tree} - {"params", "empty"}
     report = storage.convert(place, tmp_path / "g.safetensors", format="safetensors")
     assert sorted(report.skipped) == ["empty", "n", "none", "rng.0", "rng.1", "rng.2", "scheduler"]
