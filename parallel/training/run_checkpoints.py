@@ -25,9 +25,10 @@ class RunCheckpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after a step that is not the last."""
-        if (c := self.checkpoints) is None or self.save_every is not None:
-            return self.save_every is not None and step % self.save_every == 0
-        return (c.every_steps or c.every_minutes) is not None and c.should_save(step)
+        if self.save_every is not None:
+            return step % self.save_every == 0
+        c = self.checkpoints
+        return c is not None and (c.every_steps or c.every_minutes) is not None and c.should_save(step)
 
     def saving_at(self) -> int | None:
         """Step of the newest checkpoint that was begun."""

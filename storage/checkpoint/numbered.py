@@ -16,6 +16,8 @@ from ..stores import atomic_directory, store
 from . import branches
 from .branches import Branch
 
+Direction = Literal["", "lowest", "highest"]
+"""Which value of a metric is best; empty where nobody says."""
 METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
 BEST = "meshtape.best"
@@ -78,7 +80,7 @@ def of_manifest(path: str, held: manifest.Manifest) -> Numbered:
     )
 
 
-def policy_of(held: manifest.Manifest) -> tuple[str, Literal["", "lowest", "highest"]]:
+def policy_of(held: manifest.Manifest) -> tuple[str, Direction]:
     """The metric, and its value that is best, by the manager that saved a checkpoint; empty where it said neither."""
     said = held.metadata.get(BEST)
     metric, which = (said.get("metric"), said.get("is")) if isinstance(said, dict) else ("", "")
@@ -106,23 +108,32 @@ def _orphans(directory: str, held: Mapping[str, Any]) -> dict[str, str]:
     return {n: why for n, b in bases.items() if (why := b.fault({**beside, **held}[b.name]))}
 
 
-def _dead_links(directory: str) -> list[str]:
-    """The links of a local directory that have the name of a checkpoint, and lead to nothing."""
+def _dead_links(directory: str) -> dict[str, str]:
+    """The links of a local directory that have the name of a checkpoint, by path, with why they are none."""
     entries = [] if store.is_url(directory) or not os.path.isdir(directory) else os.listdir(directory)
-    paths = {n: os.path.join(directory, n) for n in sorted(entries) if STEP.fullmatch(n)}
-    return [n for n, path in paths.items() if os.path.islink(path) and not os.path.exists(path)]
+    paths = [os.path.join(directory, n) for n in sorted(entries) if STEP.fullmatch(n)]
+    dead = [path for path in paths if os.path.islink(path) and not os.path.exists(path)]
+    return dict.fromkeys(dead, "the link leads nowhere, or to itself")
 
 
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
     """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
+    if not warn:
+        return _read(directory)[0]
     found, others = survey(directory)
-    for path, why in others.items() if warn else ():
+    for path, why in others.items():
         warnings.warn(f"skipped {path}: {why}", stacklevel=4)
     return found
 
 
 def survey(directory: str) -> tuple[list[Numbered], dict[str, str]]:
     """The complete checkpoints of a directory, by step; and the paths of the others, with why they are none."""
+    found, others = _read(directory)
+    return found, others | _dead_links(directory)
+
+
+def _read(directory: str) -> tuple[list[Numbered], dict[str, str]]:
+    """The same, but for links that lead to nothing."""
     there = store.at(directory)
     names = listed(there.folders())
     held: dict[str, manifest.Manifest | CheckpointError | None] = {}
@@ -146,7 +157,6 @@ def survey(directory: str) -> tuple[list[Numbered], dict[str, str]]:
             found.append(of_manifest(target, m))
         elif n in names:
             others[target] = str(orphans.get(n) or m or f"it has no {manifest.FILE}, so it is incomplete")
-    others |= {store.join(directory, n): "the link leads nowhere, or to itself" for n in _dead_links(directory)}
     own = {c.step for c in found if c.path == store.join(directory, name(c.step))}
     copies = [c for c in found if c.step in own and c.path != store.join(directory, name(c.step))]
     others |= {c.path: f"its manifest says step {c.step}, which has its own folder" for c in copies}

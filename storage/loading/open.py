@@ -122,9 +122,9 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 if attempt == generations.ATTEMPTS - 1:
                     raise
             except CheckpointError as e:
-                if isinstance(e, NotACheckpoint) and "%" in given and given.startswith("http"):
-                    raise NotACheckpoint(f"{e} (names are taken as they are written: %20 is no space)") from None
                 if not generations.were_replaced(tags, e):
+                    if isinstance(e, NotACheckpoint) and "%" in given and given.startswith("http"):
+                        raise NotACheckpoint(f"{e} (names are taken as they are written: %20 is no space)") from None
                     raise
             except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
                 if attempt == generations.ATTEMPTS - 1:

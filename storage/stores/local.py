@@ -66,11 +66,14 @@ def _made(s: os.stat_result, where: str | int) -> int:
     if sys.platform != "linux":
         return int(getattr(s, "st_birthtime", 0) * 10**9)
     found, by_fd = ctypes.create_string_buffer(256), isinstance(where, int)
-    folder, name, flags = (where, b"", 0x1000) if by_fd else (-100, os.fsencode(where), 0)
-    if _statx()(folder, name, flags, 0x800, found):
+    folder, name, flags = (where, b"", _EMPTY_PATH) if by_fd else (_HERE, os.fsencode(where), 0)
+    if _statx()(folder, name, flags, _BIRTH, found):
         return 0
-    has, seconds, rest = struct.unpack_from("=I76xqI", found)  # statx(2)
-    return seconds * 10**9 + rest if has & 0x800 else 0
+    has, seconds, rest = struct.unpack_from("=I76xqI", found)
+    return seconds * 10**9 + rest if has & _BIRTH else 0
+
+
+_HERE, _EMPTY_PATH, _BIRTH = -100, 0x1000, 0x800  # AT_FDCWD, AT_EMPTY_PATH and STATX_BTIME of Linux's statx(2)
 
 
 @cache

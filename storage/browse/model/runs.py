@@ -10,20 +10,19 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
 
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint import branches, numbered
 from ...checkpoint.branches import Branch
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.numbered import Direction
 from ...format import manifest
 from ...loading import runs
 from ...stores import atomic_directory
 from ...stores import store as stores
 from .text import human_bytes
 
-Direction = Literal["", "lowest", "highest"]
-"""Which value of a metric is best; empty where nobody says."""
+READ = 2000  # steps of a run for a page
 _CACHED = 10_000
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import Checkpoint, StoredArray
+from ...checkpoint.numbered import Direction
 from ..model import layout
 from ..model.inventory import ArrayRow, Inventory, NameGroup
-from ..model.runs import Direction, history
+from ..model.runs import READ, history
 from ..model.site import Opened, SitePlace
 from ..model.slices import SliceView, window
 from ..model.text import human_bytes
@@ -21,7 +22,6 @@ from ..views.view_checkpoint import head
 from ..views.view_places import metric_curve
 
 _ROWS = 40
-_READ = 2000  # steps of a run
 _BUDGET = 4 << 20  # bytes that showing an array may read
 
 
@@ -73,6 +73,6 @@ def array_html(a: StoredArray) -> str:
 
 def run_html(directory: str, metric: str = "", best_is: Direction = "") -> str:
     """The directory of a manager: its steps and the curve of its metric."""
-    r = history(directory, metric, best_is, _READ)
+    r = history(directory, metric, best_is, READ)
     sections = [(r.metric, metric_curve(r, 720).image(), None)] if len(r.curve(r.metric)) > 1 else []
     return _embedded(title=directory, facts_of=r.facts, sections=sections, run=r, steps=r.steps[: -_ROWS - 1 : -1])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ...checkpoint.numbered import Direction
 from ..model.inventory import Query
-from ..model.runs import Direction, RunSteps, history
+from ..model.runs import READ, RunSteps, history
 from ..model.site import Site
 from ..model.text import number, plain, visible
 from . import charts
@@ -14,7 +15,6 @@ from .frame import Shown, above, crumbs, href, render
 from .view_checkpoint import checkpoint
 
 _ROWS = 500
-_READ = 2000  # steps of a run
 
 
 def home(site: Site) -> Shown:
@@ -36,7 +36,7 @@ def directory(site: Site, at: str) -> Shown:
 def run(site: Site, at: str, metric: str = "", best_is: Direction = "") -> Shown:
     """The checkpoints of a run, newest first, with their metrics."""
     place = site.place(at)
-    r = history(place.path, metric, best_is, _READ)
+    r = history(place.path, metric, best_is, READ)
     before = dict(zip((s.name for s in r.complete[1:]), r.complete, strict=False))
     hrefs = [href("checkpoint", at=f"{at}/{s.name}") for s in r.complete if s.metric(r.metric) is not None]
     body = render(
