@@ -1,7 +1,8 @@
 """Attention of floats of two bytes on CUDA's tensor cores, without the matrix of the weights.
 
-These functions return NotImplemented for calls that the kernels do not serve: other dtypes, heads of more than 128
-elements, queries that broadcast, several masks, a device before compute capability 8.0 or with little shared memory.
+Calls that :mod:`.cudnn_attention` serves are cuDNN's. These functions return NotImplemented for those that the kernels
+do not serve: other dtypes, heads of more than 128 elements, queries that broadcast, several masks, a device before
+compute capability 8.0 or with little shared memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from ..core.op import for_floats
+from . import cudnn_attention
 from .geometry import MAX_GRID, ceil_div
 from .launch import NOTHING, contiguous, i64, named, runner
 
@@ -171,6 +173,9 @@ def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagona
 @for_floats
 def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None) -> Any:
     """See :data:`meshtape.arrays.nn.attention.ATTENTION`."""
+    found = None if mask else cudnn_attention.attention(runner().xp, q, k, v, scale, diagonal)
+    if found is not None:
+        return found
     call = _prepared(q, k, v, mask, scale, diagonal)
     if call is None:
         return NotImplemented
@@ -186,6 +191,10 @@ def attention_backward(
     g: Any, q: Any, k: Any, v: Any, out: Any, shift: Any, total: Any, *mask: Any, scale: float, diagonal: int | None
 ) -> Any:
     """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`."""
+    given = g, q, k, v, out, shift, total
+    found = None if mask else cudnn_attention.attention_backward(runner().xp, *given, scale, diagonal)
+    if found is not None:
+        return found
     call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == out.dtype == q.dtype else None
     if call is None:
         return NotImplemented

@@ -61,6 +61,7 @@ MORE = {
         *("cudnnSetConvolutionGroupCount", "cudnnSetConvolutionMathType"),
         *(f"cudnnGetConvolution{kind}Algorithm_v7" for kind in CONVOLUTIONS),
         *(f"cudnnConvolution{kind}" for kind in CONVOLUTIONS),
+        "cudnnBackendExecute",
     ),
 }
 
@@ -148,7 +149,7 @@ def _entry(name: str) -> str:
     lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
     if name == "cublasLtMatmul":
         lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call("cublasLt", "", a15, (u[]){{{words}}});']
-    if name.startswith("cudnnConvolution"):
+    if name.startswith(("cudnnConvolution", "cudnnBackend")):
         keep = f'return keep_call("cudnn", "{name.removeprefix("cudnn")}", *(u*)a0, (u[]){{{words}}});'
         lines = [f'note("{name}", *(u*)a0, 0); if (captured(*(u*)a0)) {keep}']
     lines.append(f'u a[] = {{{words}}}; int done = library ? library("{name}", a) : -1; if (done >= 0) return done;')

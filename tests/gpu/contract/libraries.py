@@ -442,7 +442,7 @@ _HANDLES = re.compile(r"\w*(Create|Destroy|Get|Set|bufferSize|Version|WorkArea|A
 def answer(name: bytes, words: Any) -> int:
     """The status of a call, -1 where there is nothing to compute."""
     said = name.decode()
-    plain, typed = re.sub(r"Exec\w+", "Exec", _TYPED.sub(r"\1", said)), _TYPED.match(said)
+    plain, typed = re.sub(r"^cufftExec\w+", "cufftExec", _TYPED.sub(r"\1", said)), _TYPED.match(said)
     plain = re.sub(r"^(cublas)(gemm3m)", r"\1gemm", plain)
     fn = ANSWERS.get(plain)
     if fn is None:

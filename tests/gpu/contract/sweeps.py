@@ -38,7 +38,7 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
-if sys.argv[1:2] in (["values"], ["products"], ["convolutions"], ["donated"], ["decoder"]):
+if sys.argv[1:2] in (["values"], ["products"], ["convolutions"], ["attention"], ["donated"], ["decoder"]):
     os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
@@ -663,6 +663,14 @@ def _without_cudnn(cudnn: Any, calls: Mapping[str, Any], on_cpu: Mapping[str, An
         out[name] = near() and len(fake.taken) if answer < 4000 else text_of(calls["conv"])
         fake.status.clear()
     return out
+
+
+# ----- attention by cuDNN ---------------------------------------------------------------------------------------------
+
+
+def attention(_: str) -> dict[str, Any]:
+    sys.modules["cudnn"] = beside("frontend.py")
+    return beside("attention.py").sweep(FAKE)
 
 
 # ----- steps ----------------------------------------------------------------------------------------------------------
