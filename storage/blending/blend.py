@@ -19,7 +19,6 @@ from ..transform.model_config import following, untrue
 from ..transform.tokenizer import FILES, TEMPLATE, renumbered
 from ..virtual import expressions as ex
 from ..virtual.derive import Integers, Sources, lora
-from ..virtual.document import build
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
 
@@ -158,7 +157,7 @@ def _blended(
         raise NotACheckpoint(f"{e}; {hint}") from None
     chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]
     node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
-    return build(node, held.parents), node.plans[-1]
+    return held.build(node), node.plans[-1]
 
 
 def _documents(config: BlendConfig, plan: Planner) -> Documents:

@@ -353,7 +353,7 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     inner = target.removeprefix(store.join(ckpt.path, "")) if target else ""
     apart = (f"{inner}/", f"{inner}.") if inner not in ("", target) else ()
     if isinstance(held := ckpt.generation, Listed):
-        return replace(held, apart=apart)
+        return held if held.apart == apart else replace(held, apart=apart)
     virtual = bool(held.tags) and icechunk_store.is_versioned(ckpt.path)  # a snapshot itself stays
     if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held
