@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
 from ...arrays.core.formatting import count
-from ..base.names import patterns_of
+from ..base.names import dropped, taken
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
@@ -155,8 +155,7 @@ def _blended(
             raise
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
-    chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]
-    node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
+    node = Blend(tuple(models), config.said, seed, taken(keys), dropped(drop), integers, parsed=config)  # type: ignore[arg-type]
     return held.build(node), node.plans[-1]
 
 

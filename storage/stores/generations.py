@@ -35,6 +35,7 @@ def once_more(read: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(read)
     def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        kwargs.update({k: list(v) for k, v in kwargs.items() if isinstance(v, Iterator)})  # each attempt begins anew
         for _ in range(ATTEMPTS - 1):
             with contextlib.suppress(CheckpointReplaced):
                 return read(*args, **kwargs)
