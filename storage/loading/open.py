@@ -486,7 +486,7 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
     except StoreError:  # nothing is known of what is there
         raise
     except Exception as e:
-        raise refused(f"{root}: zarr cannot open it: {e}") from e
+        raise icechunk.nothing_at(root) or refused(f"{root}: zarr cannot open it: {e}") from e
     versioned = icechunk_store.is_versioned(root)
     if versioned:
         icechunk.look_at_files(root)
