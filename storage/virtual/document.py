@@ -27,6 +27,7 @@ from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
 from ..checkpoint.checkpoint import Checkpoint, Computed, generation_of
 from ..format.migrations import Step, upgraded
+from ..loading.deltas import DeltaTensor
 from ..loading.open import OPENERS, open_checkpoint
 from ..stores import atomic_directory, icechunk_store, store
 from ..stores.generations import JointGeneration
@@ -239,6 +240,7 @@ class Opening:
     stack: list[str] = field(default_factory=list)
     known: dict[str, Checkpoint] = field(default_factory=dict)  # by their expressions
     opened: dict[str, Checkpoint] = field(default_factory=dict)
+    _plain: dict[tuple[str, str], Checkpoint] = field(default_factory=dict)  # by place and identity
     _identities: dict[str, str] = field(default_factory=dict)
 
     def open(self, path: str) -> Checkpoint:
@@ -246,10 +248,20 @@ class Opening:
         if path not in self.opened:
             token = _opening.set(self)
             try:
-                self.opened[path] = open_checkpoint(path)
+                self.opened[path] = self._with_one_base(open_checkpoint(path))
             finally:
                 _opening.reset(token)
         return self.opened[path]
+
+    def _with_one_base(self, ckpt: Checkpoint) -> Checkpoint:
+        """A checkpoint whose deltas are from the one object that others of the same base have, too."""
+        plain = ckpt.base or ckpt
+        if plain.manifest is not None:
+            base = self._plain.setdefault((plain.path, plain.manifest.identity), plain)
+            for name, a in ckpt.arrays.items():
+                if isinstance(a.tensor, DeltaTensor):
+                    a.tensor = replace(a.tensor, parts=(base[name].tensor, a.tensor.stored))
+        return ckpt
 
     def identity_of(self, path: str) -> str:
         """The identity of an open checkpoint. Taken once: it may tie what was opened to other files."""

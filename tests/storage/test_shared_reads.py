@@ -12,7 +12,18 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.blocks import Box
-from meshtape.storage import LoadReport, convert, diff, load, merge, open_checkpoint, save, verify, virtual
+from meshtape.storage import (
+    CheckpointManager,
+    LoadReport,
+    convert,
+    diff,
+    load,
+    merge,
+    open_checkpoint,
+    save,
+    verify,
+    virtual,
+)
 from meshtape.storage.readers import shared
 from meshtape.storage.readers.shared import once
 from meshtape.storage.readers.tensor import ChunkedTensor
@@ -119,6 +130,7 @@ def test_a_chain_of_documents_is_as_long_as_it_has_documents(steps, tmp_path, re
     ckpt = open_checkpoint(where)
     assert len(opened) == len(set(opened)) == 2 * 11 + 1
     assert len(ckpt.generation.parts) == 2 * 11 + 2
+    assert ckpt.places == {where, *opened}
     labels = []
     labels_of(ckpt["w"].tensor, lambda t: labels.append(t) or Labels())
     assert len(labels) == 2
@@ -135,6 +147,23 @@ def test_open_documents_share_their_parents(steps, tmp_path):
         w = load(virtual.mean(parents), report=report)["w"]
         assert np.array_equal(np.asarray(w), mean([mean(arrays[i : i + 3]) for i in range(3)]))
         assert report.bytes_read <= SLACK * 5 * NBYTES
+
+
+@pytest.mark.parametrize("of", [[1, 2, 3, 4], [2, 3, 4], [4, 2, 1]])
+def test_deltas_of_one_anchor_read_it_once(tmp_path, read, of):
+    manager = CheckpointManager(tmp_path / "run", keep=None, anchor_every=4)
+    w = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    for step in range(1, 5):
+        manager.save(step, {"w": w + np.float32(1e-6 * step)})
+    deltas = [open_checkpoint(manager.path(i)) for i in (2, 3, 4)]
+    assert {c.base.path for c in deltas} == {manager.path(1)}
+    alone = np.asarray(load(virtual.mean(deltas))["w"])
+    assert np.array_equal(alone, mean([w + np.float32(1e-6 * i) for i in (2, 3, 4)]))
+    read.clear()
+    found = load(virtual.write(tmp_path / "run" / "mean.json", virtual.mean(tmp_path / "run", steps=of)))["w"]
+    assert np.array_equal(np.asarray(found), mean([w + np.float32(1e-6 * i) for i in sorted(of)]))
+    assert len(read) == len({1, *of})
+    assert read[manager.path(1), "w"] <= SLACK * NBYTES
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp"])
