@@ -342,12 +342,16 @@ def _name(func: Any) -> str:
     return f"{func.__module__}.{func.__name__}"
 
 
+_INSTEAD = {("svd", "compute_uv"): "mt.linalg.svdvals(x) gives the singular values alone"}
+"""The function that does what an argument asks for, by (function, argument)."""
+
+
 def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str, Any]) -> None:
     wrong = [k for k, v in given.items() if k not in harmless or not _is_default(v, harmless[k])]
     if wrong:
+        other = "leave it out, or compute with np.asarray(x), whose result is a NumPy array and has no gradient"
         raise NumPyFunctionError(
-            f"[{name}] of meshtape arrays takes no {wrong[0]}=: leave it out, or compute with np.asarray(x), whose "
-            "result is a NumPy array and has no gradient"
+            f"[{name}] of meshtape arrays takes no {wrong[0]}=: {_INSTEAD.get((name, wrong[0]), other)}"
         )
 
 

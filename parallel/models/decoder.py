@@ -37,6 +37,7 @@ from .layers import (
     join_heads,
     linear,
     maybe_dropout,
+    part_of,
     placed,
     residual_std,
     rotary_tables,
@@ -327,10 +328,11 @@ def loss(
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not
     count. With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
-    ids = check_ids("decoder", batch["ids"], config.max_length, params["embed"])
+    ids, labels = (part_of("decoder", batch, part) for part in ("ids", "labels"))
+    ids = check_ids("decoder", ids, config.max_length, params["embed"])
     x = embed(params, ids, config, key=key, plan=plan)
     x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
-    return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
+    return _balanced(*_token_loss(params, x, labels, config, plan), aux, config)
 
 
 def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Array, Array]:
@@ -359,7 +361,7 @@ def stages(
         def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
             before: Any = 0.0
             if number == 0:
-                ids = check_ids("decoder", batch["ids"], config.max_length, params["embed"])
+                ids = check_ids("decoder", part_of("decoder", batch, "ids"), config.max_length, params["embed"])
                 x = embed(params, ids, config, key=key, plan=plan)
             elif config.experts is not None:
                 x, before = x
@@ -367,7 +369,8 @@ def stages(
             aux = before + aux
             if number < count - 1:
                 return x if config.experts is None else (x, aux)
-            return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
+            labels = part_of("decoder", batch, "labels")
+            return _balanced(*_token_loss(params, x, labels, config, plan), aux, config)
 
         return run
 

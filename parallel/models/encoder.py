@@ -36,6 +36,7 @@ from .layers import (
     join_heads,
     linear,
     maybe_dropout,
+    part_of,
     placed,
     split_heads,
 )
@@ -347,7 +348,7 @@ def staged(
     def stage(number: int, cuts: list[int]) -> Callable[[Any, Any, Any, Any], Any]:
         def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
             if number == 0:
-                x = _tokens(params["embed"], batch["ids"], config, batch.get("types"), key, plan)
+                x = _tokens(params["embed"], part_of("encoder", batch, "ids"), config, batch.get("types"), key, plan)
                 # Stages between see no batch: the mask travels along, as a float, since cotangents travel back.
                 mask = batch.get("mask")
                 mask = None if mask is None else astype(placed(mask, x), x.dtype)

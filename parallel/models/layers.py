@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.devices import Device, default_device
 from ...arrays.core.dispatch import made, wrap
-from ...arrays.core.errors import ShapeError
+from ...arrays.core.errors import ArgumentError, ShapeError
 from ...arrays.core.op import not_recording
 from ...arrays.nn import nn
 from ...arrays.nn.linear_cross_entropy import linear as linear
@@ -145,6 +145,15 @@ def _rotary_tables(
     cosines, sines = np.cos(angles), np.sin(angles)
     with not_recording():  # the caller tells of them, at the first call as at every later one
         return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
+
+
+def part_of(name: str, batch: Any, part: str) -> Any:
+    """What a batch has under a name that a model needs."""
+    try:
+        return batch[part]
+    except (KeyError, IndexError, TypeError):
+        held = f"one with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise ArgumentError(f"[{name}] a batch is a dict with {part!r}, got {held:.200}") from None
 
 
 def check_ids(name: str, ids: Any, length: int, table: Any) -> Array:

@@ -118,7 +118,7 @@ def chooser(
     ['w0']
     """
     kept = None if keys is None else patterns_of(keys)
-    left = () if drop is None else patterns_of(drop, "drop takes names or patterns")
+    left = dropped(drop)
 
     def among(name: str, patterns: Iterable[str]) -> bool:
         return any(name == p or (p not in known and fnmatchcase(name, p)) for p in patterns)
@@ -132,6 +132,19 @@ def patterns_of(keys: str | Iterable[str], what: str = "keys are names or patter
     if not all(isinstance(k, str) for k in held):
         raise CheckpointError(f"{what}, got {keys!r:.80}")
     return held
+
+
+def taken(keys: str | Iterable[str] | None) -> list[str] | None:
+    """The same of ``keys``, of which something is to be made; None takes all."""
+    held = None if keys is None else patterns_of(keys)
+    if held == []:
+        raise CheckpointKeyError("keys is empty, so nothing would be taken; leave it out to take all")
+    return held
+
+
+def dropped(drop: str | Iterable[str] | None) -> list[str]:
+    """The same of ``drop``; None leaves nothing out."""
+    return [] if drop is None else patterns_of(drop, "drop takes names or patterns")
 
 
 def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -> None:

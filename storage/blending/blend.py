@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
 from ...arrays.core.formatting import count
-from ..base.names import patterns_of
+from ..base.names import dropped, taken
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
@@ -19,7 +19,6 @@ from ..transform.model_config import following, untrue
 from ..transform.tokenizer import FILES, TEMPLATE, renumbered
 from ..virtual import expressions as ex
 from ..virtual.derive import Integers, Sources, lora
-from ..virtual.document import build
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
 
@@ -156,9 +155,8 @@ def _blended(
             raise
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
-    chosen = [x if x is None else patterns_of(x) for x in (keys, () if drop is None else drop)]
-    node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
-    return build(node, held.parents), node.plans[-1]
+    node = Blend(tuple(models), config.said, seed, taken(keys), dropped(drop), integers, parsed=config)  # type: ignore[arg-type]
+    return held.build(node), node.plans[-1]
 
 
 def _documents(config: BlendConfig, plan: Planner) -> Documents:

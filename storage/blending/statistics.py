@@ -18,6 +18,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..format.chunk_grid import windows
+from ..readers.shared import once
 
 BLOCK = 1 << 18  # elements of each source that are held at once
 PART = 1 << 22  # elements of a call
@@ -45,7 +46,7 @@ def _blocks(tensor: Any, part: Box, rows: bool) -> Iterator[Any]:
 def _over_parts(tensor: Any, fn: Callable[..., Any], *args: Any, rows: bool = False) -> Jobs:
     """The results of ``fn(tensor, part, *args)`` for each part, in order."""
     parts = flat_boxes(tensor.shape, PART, rows or tensor.method.rows)
-    return (yield [(fn, (tensor.cut(p), p, *args)) for p in parts])
+    return (yield [(fn, (once("cut", tensor, p), p, *args)) for p in parts])
 
 
 # ----- order statistics -----------------------------------------------------------------------------------------------

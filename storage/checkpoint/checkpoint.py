@@ -237,8 +237,13 @@ class Checkpoint(Mapping[str, StoredArray]):
     @property
     def places(self) -> set[str]:
         """Its own place, and those of all checkpoints from which it is computed."""
-        parents = [] if self.computed is None else list(self.computed.parents.values())
-        return {self.path}.union(*(p.places for p in (*parents, *filter(None, [self.base]))))
+        found, left = dict[int, Checkpoint](), [self]
+        while left:  # each once: several may be computed from one
+            c = left.pop()
+            found[id(c)] = c
+            from_these = [*(() if c.computed is None else c.computed.parents.values()), *filter(None, [c.base])]
+            left += [p for p in from_these if id(p) not in found]
+        return {c.path for c in found.values()}
 
     def __contains__(self, name: object) -> bool:
         return name in self.arrays
@@ -353,7 +358,7 @@ def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
     inner = target.removeprefix(store.join(ckpt.path, "")) if target else ""
     apart = (f"{inner}/", f"{inner}.") if inner not in ("", target) else ()
     if isinstance(held := ckpt.generation, Listed):
-        return replace(held, apart=apart)
+        return held if held.apart == apart else replace(held, apart=apart)
     virtual = bool(held.tags) and icechunk_store.is_versioned(ckpt.path)  # a snapshot itself stays
     if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES or virtual:
         return held

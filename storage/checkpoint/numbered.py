@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,6 +130,13 @@ def survey(directory: str) -> tuple[list[Numbered], dict[str, str]]:
     """The complete checkpoints of a directory, by step; and the paths of the others, with why they are none."""
     found, others = _read(directory)
     return found, others | _dead_links(directory)
+
+
+def told(directory: str, folders: Sequence[str]) -> str:
+    """The newest of some checkpoints in a directory that can be opened, as a sentence; or why the newest cannot be."""
+    paths, faults = [store.join(directory, f) for f in folders], survey(directory)[1]
+    found = [f"it holds checkpoints, such as {p}" for p in paths if p not in faults]
+    return (found or [f"no step of it can be opened: {p}: {faults[p]}" for p in paths])[-1]
 
 
 def _read(directory: str) -> tuple[list[Numbered], dict[str, str]]:

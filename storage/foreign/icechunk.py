@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...arrays.core.errors import IncompleteCheckpoint, StoreError, UnsupportedVersion
+from ...arrays.core.errors import IncompleteCheckpoint, NotACheckpoint, StoreError, UnsupportedVersion
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..base.malformed import malformed
@@ -25,6 +25,7 @@ from ..format.chunk_grid import ChunkGrid, slashed_key
 from ..format.stored_objects import StoredObject
 from ..readers.reading import opened
 from ..readers.tensor import ChunkedTensor
+from ..readers.zarr_tensor import METADATA
 from ..stores import icechunk_store
 from ..stores import store as stores
 
@@ -68,6 +69,16 @@ def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, s
         for c, value in zip(grid.shards(), held.tolist(), strict=True)
     }
     return IcechunkTensor(root, name, dtype, grid, objects, node=node)
+
+
+def nothing_at(root: str) -> NotACheckpoint | None:
+    """The error for a place in a snapshot where no array and no group lies; None for all others. The first snapshot of
+    a repository is empty."""
+    if not icechunk_store.is_versioned(root) or any(stores.at(root).size(name) is not None for name in METADATA):
+        return None
+    place, ref, node = icechunk_store.divide(root)
+    what = f"nothing lies at {node!r}" if node else "it is empty, as a new repository is"
+    return NotACheckpoint(f"{place}: snapshot {ref} is not a checkpoint: {what}")
 
 
 def look_at_files(root: str) -> None:

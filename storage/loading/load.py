@@ -28,6 +28,7 @@ from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
 from ..readers.reading import Job, run
+from ..readers.shared import once
 from ..readers.tensor import StoredTensor
 from ..readers.zarr_tensor import ZarrTensor
 from ..rules.casting import CastLoss, Tally, tracked
@@ -157,7 +158,7 @@ def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: 
         wanted = []
         for t in targets.values():
             box = t.sharding.box(t.source.shape, rank)
-            wanted.append((t.tensor.only(box), box))
+            wanted.append((once("only", t.tensor, box), box))
             needed.add((t.source.name, box))
         payloads[rank] = (token, wanted)
     specs = [(t.source.shape, t.dtype, t.sharding) for t in targets.values()]

@@ -28,6 +28,7 @@ from ...arrays.core.errors import (
 from ...arrays.core.formatting import count, some
 from ..base import names, strict_json
 from ..base.malformed import malformed
+from ..checkpoint import numbered
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -247,9 +248,7 @@ def _refusal(store: Store) -> CheckpointError:
     folders = store.folders()
     marks = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, orbax.STEP)
     if steps := [f for f in folders if any(store.size(f"{f}/{m}") is not None for m in marks)]:
-        return NotACheckpoint(
-            f"{root} is not a checkpoint; it holds checkpoints, such as {stores.join(root, steps[-1])}"
-        )
+        return NotACheckpoint(f"{root} is not a checkpoint; {numbered.told(root, steps)}")
     begun = protocol_of(root).is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
         return IncompleteCheckpoint(
@@ -486,7 +485,7 @@ def _open_zarr(root: str, verify: bool) -> Checkpoint:
     except StoreError:  # nothing is known of what is there
         raise
     except Exception as e:
-        raise refused(f"{root}: zarr cannot open it: {e}") from e
+        raise icechunk.nothing_at(root) or refused(f"{root}: zarr cannot open it: {e}") from e
     versioned = icechunk_store.is_versioned(root)
     if versioned:
         icechunk.look_at_files(root)

@@ -17,7 +17,7 @@ from ..base.waiting import lock
 from ..checkpoint.checkpoint import Checkpoint
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import RawTensor
-from ..rules.lazy_tensors import DerivedTensor
+from ..rules.lazy_tensors import leaves
 from ..stores import store as stores
 from ..stores.contract import Reader, fill
 
@@ -121,15 +121,12 @@ def reading_ahead(ckpt: Checkpoint, limit: int) -> ReadAhead:
 
 def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of the stored parts of a tensor that are ranges of files."""
-    if isinstance(tensor, DerivedTensor):
-        for source in tensor.sources():
-            yield from _ranges(source)
-        return
-    if isinstance(tensor, PackedBlocks):
-        for coord, held in tensor.objects.items():
-            yield tensor.path(coord), held.start, held.nbytes
-    elif isinstance(tensor, RawTensor):
-        yield tensor.path, tensor.start, tensor.stored_nbytes
+    for leaf in leaves(tensor):
+        if isinstance(leaf, PackedBlocks):
+            for coord, held in leaf.objects.items():
+                yield leaf.path(coord), held.start, held.nbytes
+        elif isinstance(leaf, RawTensor):
+            yield leaf.path, leaf.start, leaf.stored_nbytes
 
 
 class _AheadReader(Reader):

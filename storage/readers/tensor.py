@@ -33,6 +33,7 @@ from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened, run
+from .shared import jobs_of, once
 
 _PAST_CACHES = 1 << 20  # bytes of a result
 
@@ -50,7 +51,7 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
 def read_into(tensor: Any, box: Box, out: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """(the elements of a box, the bytes that were read), in this thread."""
     out = np.empty(box.shape, tensor.dtype) if out is None else out
-    return out, sum(job() for job in tensor.jobs(box, out))
+    return out, sum(job() for job in jobs_of(tensor, box, out))
 
 
 def bytes_of(a: np.ndarray) -> np.ndarray:
@@ -411,7 +412,7 @@ def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -
             Box(tuple(r[0] for r in picks), (*(1 for _ in reach[:axis]), n, *reach[axis + 1 :]))
             for n in (1, min(picks[axis].step + 1, reach[axis]))
         )
-        if tensor.planned(two) - 2 * tensor.planned(one) <= _SKIPPED:
+        if once("planned", tensor, two) - 2 * once("planned", tensor, one) <= _SKIPPED:
             lengths[axis] = chunk * max(1, min(_WINDOW // max(unit, 1), -(-tensor.shape[axis] // chunk)))
         unit = unit // min(chunk, reach[axis]) * min(lengths[axis], reach[axis])
         if lengths[axis] < reach[axis]:

@@ -20,9 +20,10 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ..format import dtypes
+from ..readers.shared import once
 from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import Converted, DerivedTensor, of_source
+from .lazy_tensors import Converted, DerivedTensor, every, of_source
 
 
 def is_quantized(dtype: np.dtype) -> bool:
@@ -102,9 +103,7 @@ def marks_of(sources: Iterable[str], names: Container[str]) -> set[str]:
 
 def dequantizes(tensor: Any) -> bool:
     """Whether a tensor holds the numbers that quantised weights stand for."""
-    return isinstance(tensor, Dequantized) or (
-        isinstance(tensor, DerivedTensor) and any(map(dequantizes, tensor.sources()))
-    )
+    return any(isinstance(t, Dequantized) for t in every(tensor))
 
 
 def not_followed(key: str, names: Container[str]) -> str | None:
@@ -157,13 +156,14 @@ class Dequantized(DerivedTensor):
         if not box.size:
             return self
         blocks = self._blocks(box)
-        zero = None if self.zero is None else self.zero.only(blocks)
-        return replace(self, source=self.source.only(box), scale=self.scale.only(blocks), zero=zero)
+        zero = None if self.zero is None else once("only", self.zero, blocks)
+        return replace(self, source=once("only", self.source, box), scale=once("only", self.scale, blocks), zero=zero)
 
     def planned(self, box: Box) -> int:
         if not box.size:
             return 0
-        return self.source.planned(box) + sum(s.planned(self._blocks(box)) for s in self.sources()[1:])
+        boxes = (box, *[self._blocks(box)] * 2)
+        return sum(once("planned", s, b, again=0) for s, b in zip(self.sources(), boxes, strict=False))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         blocks = self._blocks(box)

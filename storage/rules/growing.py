@@ -19,7 +19,6 @@ import numpy as np
 from ... import arrays
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
-from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
 from .lazy_tensors import DerivedTensor, of_source
@@ -58,9 +57,8 @@ class GrownRows(DerivedTensor):
     def needs(self, box: Box) -> Box:
         return self._rows(box, 0, self.source.shape[self.axis])
 
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        if box.size:
-            yield lambda: self._read(box, out)
+    def pieces(self, box: Box, kept: int) -> Iterator[Box]:
+        return iter([Box.whole(box.shape)] * bool(box.size))
 
     def _statistics(self, box: Box) -> tuple[np.ndarray, np.ndarray, int]:
         """(mean, deviation) of each column of a box, of length 1 along the axis; and the bytes that were read."""

@@ -8,10 +8,12 @@ the change. All are small picklable values.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -22,6 +24,7 @@ from ...arrays.core.errors import CheckpointError
 from ..base.scratch import keep_freed
 from ..format.chunk_grid import runs, windows
 from ..readers.reading import Job
+from ..readers.shared import KEPT, evaluation, is_evaluating, jobs_of, once
 from ..readers.tensor import StoredTensor, read_into, rows_of
 from .casting import cast
 from .labels import Labels, Reader, given
@@ -54,30 +57,44 @@ class DerivedTensor:
         return (self.source,)
 
     def only(self, box: Box) -> Any:
-        return replace(self, source=self.source.only(self.needs(box))) if box.size else self  # type: ignore[type-var]
+        return replace(self, source=once("only", self.source, self.needs(box))) if box.size else self  # type: ignore[type-var]
 
     def planned(self, box: Box) -> int:
-        return self.source.planned(self.needs(box)) if box.size else 0
+        return once("planned", self.source, self.needs(box), again=0) if box.size else 0
+
+    def pieces(self, box: Box, kept: int) -> Iterator[Box]:
+        """The parts of a box that are read one at a time, of each element of which an evaluation keeps some bytes."""
+        unit = max(self.per_element, kept * _PIECE // KEPT)
+        return windows(box.shape, tuple(max(c, 1) for c in self.chunk), unit, _PIECE)  # type: ignore[attr-defined]
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         """Calls of ``_read`` that hold a piece each."""
         keep_freed()
-        chunk = tuple(max(c, 1) for c in self.chunk)  # type: ignore[attr-defined]
-        for part in windows(box.shape, chunk, self.per_element, _PIECE):
-            yield lambda part=part: self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined]
+        uses, kept = ({}, 0) if is_evaluating() else _uses(self)
+
+        def read(part: Box) -> int:
+            with evaluation(uses):
+                return self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined, no-any-return]
+
+        for part in self.pieces(box, kept):
+            yield lambda part=part: read(part)
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """An `evaluation` of this tensor, which may be a part of another's."""
+        return evaluation(_uses(self)[0])
 
     @property
     def readers(self) -> int:
-        return max((s.readers for s in self.sources()), default=1)
+        return max((t.readers for t in leaves(self)), default=1)
 
     @property
     def absent(self) -> set[str]:
-        return set().union(*(getattr(s, "absent", ()) for s in self.sources()))
+        return set().union(*(getattr(t, "absent", ()) for t in leaves(self)))
 
     def check(self) -> None:
-        for s in self.sources():
-            if hasattr(s, "check"):
-                s.check()
+        for t in leaves(self):
+            if hasattr(t, "check"):
+                t.check()
 
     def labels(self, of: Reader) -> Labels:
         """What other writers said of the sources that is true of it, too."""
@@ -86,12 +103,12 @@ class DerivedTensor:
     @property
     def said(self) -> str:
         """The same as of a stored tensor; `CheckpointDTypeError` where a cast loses a fill value."""
-        return self.labels(given).text(self.name, len(self.shape))  # type: ignore[attr-defined]
+        return labels_of(self).text(self.name, len(self.shape))  # type: ignore[attr-defined]
 
 
 def labels_of(tensor: Any, of: Reader = given) -> Labels:
     """The labels of a tensor; ``of`` gives those of stored ones."""
-    return tensor.labels(of) if isinstance(tensor, DerivedTensor) else of(tensor)
+    return once("labels", tensor, of) if isinstance(tensor, DerivedTensor) else of(tensor)
 
 
 class OfParts(DerivedTensor):
@@ -106,10 +123,10 @@ class OfParts(DerivedTensor):
     def only(self, box: Box) -> Any:
         if not box.size:
             return self
-        return replace(self, parts=tuple(p.only(self.needs(box)) for p in self.parts))  # type: ignore[type-var]
+        return replace(self, parts=tuple(once("only", p, self.needs(box)) for p in self.parts))  # type: ignore[type-var]
 
     def planned(self, box: Box) -> int:
-        return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
+        return sum(once("planned", p, self.needs(box), again=0) for p in self.parts) if box.size else 0
 
 
 class Recipes:
@@ -131,21 +148,45 @@ class Recipes:
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
-    """A tensor whose stored sources are changed."""
-    if not isinstance(tensor, DerivedTensor):
-        return None if tensor is None else change(tensor)
-    new = {}
-    for name in _SOURCES & {f.name for f in fields(tensor)}:  # type: ignore[arg-type]
-        held = getattr(tensor, name)
-        new[name] = tuple(with_leaves(t, change) for t in held) if name == "parts" else with_leaves(held, change)
-    return replace(tensor, **new) if new else tensor  # type: ignore[type-var]
+    """A tensor whose stored sources are changed, each once."""
+    known: dict[int, Any] = {}
+
+    def changed(t: Any) -> Any:
+        if id(t) not in known:
+            known[id(t)] = made(t) if isinstance(t, DerivedTensor) else None if t is None else change(t)
+        return known[id(t)]
+
+    def made(t: DerivedTensor) -> Any:
+        held = {f.name: getattr(t, f.name) for f in fields(t) if f.name in _SOURCES}  # type: ignore[arg-type]
+        new = {n: tuple(map(changed, x)) if n == "parts" else changed(x) for n, x in held.items()}
+        return replace(t, **new) if new else t  # type: ignore[type-var]
+
+    return changed(tensor)
+
+
+def every(tensor: Any, stop: Container[int] = ()) -> list[Any]:
+    """A tensor and all that it is made of, each once. Those whose ids are in ``stop`` are looked at no further."""
+    found, left = dict[int, Any](), [tensor]
+    while left:
+        t = left.pop()
+        if id(t) not in found:
+            found[id(t)] = t
+            left += reversed(t.sources() if isinstance(t, DerivedTensor) and id(t) not in stop else ())
+    return list(found.values())
 
 
 def leaves(tensor: Any) -> list[Any]:
-    """The stored sources of a tensor."""
-    found: list[Any] = []
-    with_leaves(tensor, lambda t: found.append(t) or t)
-    return found
+    """The stored sources of a tensor, each once."""
+    return [t for t in every(tensor) if not isinstance(t, DerivedTensor)]
+
+
+def _uses(tensor: DerivedTensor) -> tuple[dict[int, int], int]:
+    """(how often others are made of each source of a tensor, by its id, where it is several times; the bytes of an
+    element of all of these)."""
+    sources = [s for t in every(tensor) if isinstance(t, DerivedTensor) for s in t.sources()]
+    counts = Counter(map(id, sources))
+    shared = {id(s): s for s in sources if counts[id(s)] > 1}
+    return {key: counts[key] for key in shared}, sum(s.dtype.itemsize for s in shared.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +261,7 @@ class Sliced(DerivedTensor):
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if box.size:
-            yield from self.source.jobs(self.needs(box), out)
+            yield from jobs_of(self.source, self.needs(box), out)
 
     def labels(self, of: Reader) -> Labels:
         return labels_of(self.source, of).sliced(self.start, self.source.shape, self.shape)
@@ -228,7 +269,7 @@ class Sliced(DerivedTensor):
 
 def casts(tensor: Any) -> bool:
     """Whether reading a tensor may lose values (see ``casting``)."""
-    return isinstance(tensor, DerivedTensor) and (tensor.casts or any(map(casts, tensor.sources())))
+    return any(t.casts for t in every(tensor) if isinstance(t, DerivedTensor))
 
 
 def renamed(name: str, tensor: Any) -> Sliced:
@@ -286,15 +327,15 @@ class Joined(DerivedTensor):
 
     def only(self, box: Box) -> Joined:
         needed = {i: there for i, there, _ in self._boxes(box)}
-        parts = tuple(p.only(needed[i]) if i in needed else None for i, p in enumerate(self.parts))
+        parts = tuple(once("only", p, needed[i]) if i in needed else None for i, p in enumerate(self.parts))
         return replace(self, parts=parts)
 
     def planned(self, box: Box) -> int:
-        return sum(self.parts[i].planned(there) for i, there, _ in self._boxes(box))
+        return sum(once("planned", self.parts[i], there, again=0) for i, there, _ in self._boxes(box))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         for i, there, here in self._boxes(box):
-            yield from self.parts[i].jobs(there, out[here.slices])
+            yield from jobs_of(self.parts[i], there, out[here.slices])
 
     def labels(self, of: Reader) -> Labels:
         silent = DerivedTensor.labels  # of new rows
@@ -323,7 +364,7 @@ class Permuted(DerivedTensor):
         return Box(tuple(box.offset[i] for i in inverse), tuple(box.shape[i] for i in inverse))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield from self.source.jobs(self.needs(box), out.transpose(self._inverse()))
+        yield from jobs_of(self.source, self.needs(box), out.transpose(self._inverse()))
 
     def labels(self, of: Reader) -> Labels:
         held = labels_of(self.source, of)
@@ -465,7 +506,7 @@ class Reshaped(DerivedTensor):
         return Box(lo, tuple(max(p.stop[d] for p in pieces) - a for d, a in enumerate(lo)))
 
     def planned(self, box: Box) -> int:
-        return sum(self.source.planned(there) for there, _ in self._pieces(box)) if box.size else 0
+        return sum(once("planned", self.source, there, again=0) for there, _ in self._pieces(box)) if box.size else 0
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if not box.size:
@@ -478,7 +519,7 @@ class Reshaped(DerivedTensor):
             return
         for there, place in self._pieces(box):
             # Splitting a dimension is always a view.
-            yield from self.source.jobs(there, np.reshape(target[(*place, ...)], there.shape, copy=False))
+            yield from jobs_of(self.source, there, np.reshape(target[(*place, ...)], there.shape, copy=False))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         held, nbytes = read_into(self, box)

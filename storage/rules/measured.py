@@ -17,6 +17,7 @@ import numpy as np
 
 from ..base.waiting import lock
 from .casting import Tally, tallied
+from .lazy_tensors import every
 
 _TOGETHER = 1 << 25  # elements of the tensors that are measured at a time
 
@@ -53,19 +54,13 @@ def _in_turn(
         yield item, fn(*arguments(item))
 
 
-def _unmeasured(tensor: Any, found: dict[int, Any]) -> None:
-    cell = getattr(tensor, "measured", None)
-    if isinstance(cell, Measured) and not cell.done:
-        found[id(cell)] = tensor
-    for source in tensor.sources() if hasattr(tensor, "sources") else ():
-        _unmeasured(source, found)
-
-
 def measure_all(tensors: Iterable[Any], over: Over) -> None:
     """Compute what these tensors need to know of their sources, by ``over`` of `Workers`, several tensors at a time."""
     found: dict[int, Any] = {}
-    for t in tensors:
-        _unmeasured(t, found)
+    for t in (t for each in tensors for t in every(each)):
+        cell = getattr(t, "measured", None)
+        if isinstance(cell, Measured) and not cell.done:
+            found[id(cell)] = t
     group: list[Any] = []
     for t in found.values():
         group.append(t)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +19,7 @@ from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
 from ..rules.lazy_tensors import InMemoryTensor
 from ..stores import store as stores
-from ..stores.generations import NONE, Generation, JointGeneration, Listed
+from ..stores.generations import NONE, Generation
 from ..transform.convert import treating_missing
 from .virtual_files import JoinedFile, TensorFile, VirtualFile, file_of, text_file
 from .zarr_view import ZarrView
@@ -62,15 +61,6 @@ def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
     return files
 
 
-def _of_files(generation: Generation) -> Iterator[tuple[str, str]]:
-    """The tags of a joint generation, without those of Zarr hierarchies of others, all of whose files are listed."""
-    if isinstance(generation, JointGeneration):
-        for part in generation.parts:
-            yield from _of_files(part)
-    elif not isinstance(generation, Listed):
-        yield from generation.tags.items()
-
-
 @dataclass(frozen=True)
 class Found:
     """A file and its ETag; or a folder, with the names in it."""
@@ -98,7 +88,7 @@ class _Generation:
             told.append(f"safetensors/ is not there: {e}")
         self.lost = "\n".join(told)
         # Elements tell of their own files, and none of the documents that say how they are computed.
-        self.documents = NONE if ckpt.computed is None else Generation(dict(_of_files(ckpt.generation)))
+        self.documents = NONE if ckpt.computed is None else Generation(ckpt.generation.of_files())
         # Of the same files, parts and sums differ that are given open.
         salt = os.urandom(16) if given is ckpt else b""
         self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode() + salt)

@@ -35,6 +35,7 @@ def once_more(read: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(read)
     def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        kwargs.update({k: list(v) for k, v in kwargs.items() if isinstance(v, Iterator)})  # each attempt begins anew
         for _ in range(ATTEMPTS - 1):
             with contextlib.suppress(CheckpointReplaced):
                 return read(*args, **kwargs)
@@ -119,6 +120,10 @@ class Generation:
         """The place of a file that ``tags`` names."""
         return file
 
+    def of_files(self) -> dict[str, str]:
+        """The tags of files that were read by themselves: none of those that were listed together."""
+        return dict(self.tags)
+
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Damage and missing files that come from a replacement are told as one."""
@@ -170,6 +175,9 @@ class Listed(Generation):
         for name in sorted(self.tags.keys() | now.keys()):
             self._refuse(name, now.get(name))
 
+    def of_files(self) -> dict[str, str]:
+        return {}
+
     def check_files(self, files: Sequence[str]) -> None:
         """The same of some files, or places of files, alone."""
         for name, tag in zip(files, stores.at(self.root).tags(files), strict=True):
@@ -189,9 +197,14 @@ class JointGeneration(Generation):
 
     @classmethod
     def of_all(cls, parts: Iterable[Generation]) -> JointGeneration:
-        held = tuple(parts)
+        # Each once, however many checkpoints between are computed from it.
+        each = (g for p in parts for g in (p.parts if isinstance(p, JointGeneration) else [p]))
+        held = tuple({id(g): g for g in each}.values())
         tags = {g.path_of(file): tag for g in held for file, tag in g.tags.items()}
         return cls(tags, parts=held)
+
+    def of_files(self) -> dict[str, str]:
+        return {file: tag for part in self.parts for file, tag in part.of_files().items()}
 
     def check(self) -> None:
         for part in self.parts:

@@ -173,6 +173,7 @@ class Selection:
         missing: str = "warn",
         memory_limit: int = MEMORY_LIMIT,
     ) -> Selection:
+        keys, drop = names.taken(keys), names.dropped(drop)
         ckpt = treating_missing(open_checkpoint(src), missing)
         ahead = reading_ahead(ckpt, memory_limit // 4)
         compression = ckpt.compression
@@ -182,7 +183,7 @@ class Selection:
         if rules is not None:
             ckpt = Rules(rules).on(ckpt)
         picked = select(ckpt, keys)
-        if drop is not None:
+        if drop:
             every = {a.path for a in ckpt.arrays.values()} | {p for p, _ in scalar_leaves(ckpt.structure, none=True)}
             picked = (every if picked is None else picked) - (select(ckpt, drop, drop=True) or set())
         arrays = {n: a.tensor for n, a in ckpt.arrays.items() if picked is None or a.path in picked}

@@ -15,7 +15,7 @@ from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.formatting import count, some
 from ..format.documents import Documents, edited
 from ..rules.growing import GrownRows
-from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced
+from ..rules.lazy_tensors import Converted, Filled, Joined, Sliced, every
 from . import layer_entries
 from .tokenizer import ids_of, renumbered
 
@@ -193,9 +193,7 @@ def _rows(arrays: Mapping[str, Any]) -> list[int]:
 
 def _origins(tensor: Any, known: Mapping[int, str]) -> set[str]:
     """Names of the known tensors that a tensor is made of."""
-    if tensor is None or id(tensor) in known:
-        return {known[id(tensor)]} if tensor is not None else set()
-    return set().union(*(_origins(t, known) for t in tensor.sources())) if hasattr(tensor, "sources") else set()
+    return {known[id(t)] for t in every(tensor, known) if id(t) in known}
 
 
 def _layers(

@@ -26,6 +26,7 @@ from ..base.threads import starting
 from ..base.waiting import pool
 from ..commit import directory_commit
 from ..commit.contents import CHECKPOINTS, JOURNAL
+from ..readers.shared import once
 from ..rules.casting import CastLoss, Tally
 from ..rules.measured import measure_all
 from ..stores import atomic_directory
@@ -170,7 +171,7 @@ def transfer(plan: Transfer) -> tuple[int, int, Tally]:
                     steps,
                     lambda step: (
                         *calls(step),
-                        [tensors[a] if here else tensors[a].only(box) for a, box in (units[n] for n in step)],
+                        [tensors[a] if here else once("only", tensors[a], box) for a, box in (units[n] for n in step)],
                     ),
                 ):
                     rows = []

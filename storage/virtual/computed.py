@@ -8,7 +8,7 @@ float64 for such arrays, and cast to the dtype of the result; what overflows is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from ...arrays import asarray
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..format import dtypes
+from ..readers.shared import once
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast, count_lost_rows, watched
 from ..rules.labels import Labels, Reader
@@ -144,6 +145,9 @@ class LowRankSum(DerivedTensor):
             i, j, m, n = j, i, n, m
         return Box((first, j), (last - first, n)), Box((i, first), (m, last - first))
 
+    def _needed(self, box: Box) -> Iterator[tuple[Any, Box]]:
+        return zip(self.sources(), (box, *self._factors(box, 0, self.rank)), strict=True)
+
     @property
     def rank(self) -> int:
         return int(self.parts[0].shape[0])
@@ -151,12 +155,11 @@ class LowRankSum(DerivedTensor):
     def only(self, box: Box) -> LowRankSum:
         if not box.size:
             return self
-        kept = tuple(p.only(b) for p, b in zip(self.parts, self._factors(box, 0, self.rank), strict=True))
-        return replace(self, source=self.source.only(box), parts=kept)
+        source, *parts = (once("only", t, b) for t, b in self._needed(box))
+        return replace(self, source=source, parts=tuple(parts))
 
     def planned(self, box: Box) -> int:
-        boxes = (box, *self._factors(box, 0, self.rank)) if box.size else ()
-        return sum(t.planned(b) for t, b in zip(self.sources(), boxes, strict=False))
+        return sum(once("planned", t, b, again=0) for t, b in self._needed(box)) if box.size else 0
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         wide = working_dtype(self.dtype) or self.dtype

@@ -16,13 +16,12 @@ from ..checkpoint import branches
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..loading import runs
-from ..loading.open import open_checkpoint
 from ..rules.rules import Rules
 from ..stores import store
 from ..transform.model_config import config_of
 from . import adapters
 from . import expressions as ex
-from .document import build, loads, read_document
+from .document import Opening, build, loads, read_document
 from .identity import identity_of
 
 Source = str | os.PathLike[str] | Checkpoint
@@ -43,10 +42,12 @@ class Sources:
 
     def __init__(self) -> None:
         self.parents: dict[ex.Parent, Checkpoint] = {}
+        self._opening = Opening()
 
     def add(self, source: Source) -> Any:
         """The node of a path, or of an open checkpoint: a virtual one without a document gives its expression."""
-        ckpt = open_checkpoint(source)
+        where = source.path if isinstance(source, Checkpoint) else store.location(source)
+        ckpt = source if isinstance(source, Checkpoint) else self._opening.open(where)
         if not ckpt.whole:
             raise CheckpointError(
                 f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and "
@@ -55,17 +56,23 @@ class Sources:
         if ckpt.computed is not None and not ckpt.computed.identity:
             self.parents |= ckpt.computed.parents
             return ckpt.computed.expression
-        if isinstance(source, Checkpoint) and ckpt.manifest is None and ckpt.computed is None:
+        if isinstance(source, Checkpoint) and ckpt.manifest is None:
+            # With its checksums, which one that was opened without them lacks, and with parents that others share.
             ckpt.generation.check()
-            ckpt = open_checkpoint(ckpt.path)  # with its checksums, which one that was opened without them lacks
-        parent = ex.Parent(ckpt.path if isinstance(source, Checkpoint) else store.location(source), identity_of(ckpt))
+            ckpt = self._opening.open(where)
+        own = self._opening.opened.get(where) is ckpt
+        parent = ex.Parent(where, self._opening.identity_of(where) if own else identity_of(ckpt))
         self.parents[parent] = ckpt
         return parent
+
+    def build(self, node: ex.Node) -> Checkpoint:
+        """The checkpoint of an expression of these operands."""
+        return build(node, self.parents, self._opening.known)
 
 
 def _made(kind: type[ex.Node], sources: Iterable[Source], **params: Any) -> Checkpoint:
     held = Sources()
-    return build(kind(tuple(held.add(s) for s in sources), **params), held.parents)
+    return held.build(kind(tuple(held.add(s) for s in sources), **params))
 
 
 def _several(sources: Any, what: str) -> list[Source]:
@@ -231,7 +238,7 @@ def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     """
     held = Sources()
     nodes = held.add(base), held.add(adapter)
-    ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else build(nodes[1], held.parents)
+    ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else held.build(nodes[1])
     if ckpt.computed is None:
         where = adapter.path if isinstance(adapter, Checkpoint) else store.location(adapter)
         config = _checked(
@@ -251,7 +258,7 @@ def lora(base: Source, adapter: Source, scale: float = 1.0) -> Checkpoint:
     tokens = config.get("trainable_token_indices") or {}
     params["tokens"] = list((tokens if isinstance(tokens, dict) else {"": tokens}).items())
     params["copies"] = list(config["modules_to_save"] or ()) if "modules_to_save" in config else None
-    return build(adapters.Lora(nodes, scale, **params), held.parents)
+    return held.build(adapters.Lora(nodes, scale, **params))
 
 
 def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
@@ -332,7 +339,7 @@ def repin(document: str | os.PathLike[str]) -> Checkpoint:
     def again(x: Any) -> Any:
         return known[x] if isinstance(x, ex.Parent) else replace(x, of=tuple(map(again, x.of)))
 
-    return build(again(node), held.parents)
+    return held.build(again(node))
 
 
 def cast(parent: Source, dtype: Any) -> Checkpoint:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...arrays.core.errors import (
@@ -27,6 +27,7 @@ from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
 from ..checkpoint.checkpoint import Checkpoint, Computed, generation_of
 from ..format.migrations import Step, upgraded
+from ..loading.deltas import DeltaTensor
 from ..loading.open import OPENERS, open_checkpoint
 from ..stores import atomic_directory, icechunk_store, store
 from ..stores.generations import JointGeneration
@@ -62,8 +63,9 @@ _MEMBERS = {"format", "version", "parents", "expression"}
 # ----- checkpoints from expressions -----------------------------------------------------------------------------------
 
 
-def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
-    """The checkpoint of an expression whose parents are open. All is checked, and no array is read."""
+def build(node: Node, parents: Mapping[Parent, Checkpoint], known: dict[str, Checkpoint]) -> Checkpoint:
+    """The checkpoint of an expression whose parents are open. All is checked, and no array is read. Equal parts of
+    expressions make one checkpoint, which ``known`` keeps."""
     reads = sum(1 if (c := parents[p].computed) is None else c.reads for p in parents_of(node))
     if reads > MOST_READS:
         raise CheckpointError(f"{node} reads {reads} arrays for each of its own, at most {MOST_READS} are allowed")
@@ -79,12 +81,14 @@ def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
         )
 
     def made(x: Any) -> Checkpoint:
-        return parents[x] if isinstance(x, Parent) else x.apply([made(y) for y in x.of])
+        if isinstance(x, Parent):
+            return parents[x]
+        if (key := repr(x)) not in known:
+            known[key] = x.apply([made(y) for y in x.of])
+        return known[key]
 
-    out = made(node)
-    out.generation = JointGeneration.of_all(generation_of(p) for p in parents.values())
-    out.computed = Computed(node, dict(parents), reads, levels)
-    return out
+    generation = JointGeneration.of_all(map(generation_of, parents.values()))
+    return replace(made(node), generation=generation, computed=Computed(node, dict(parents), reads, levels))
 
 
 # ----- text -----------------------------------------------------------------------------------------------------------
@@ -229,34 +233,57 @@ def _resolved(text: str, where: str) -> str:
 
 
 @dataclass
-class _Opening:
-    """The documents that are being opened, one for the next, and the number of their parents."""
+class Opening:
+    """Documents that are opened together: the ``stack`` of those at work, one for the next, and what was opened. Each
+    place is opened once, so that its arrays are read once for all that are made of them."""
 
-    stack: list[str]
-    count: int = 0
+    stack: list[str] = field(default_factory=list)
+    known: dict[str, Checkpoint] = field(default_factory=dict)  # by their expressions
+    opened: dict[str, Checkpoint] = field(default_factory=dict)
+    _plain: dict[tuple[str, str], Checkpoint] = field(default_factory=dict)  # by place and identity
+    _identities: dict[str, str] = field(default_factory=dict)
+
+    def open(self, path: str) -> Checkpoint:
+        """The checkpoint of a place; within it, those that a document names are of this opening, too."""
+        if path not in self.opened:
+            token = _opening.set(self)
+            try:
+                self.opened[path] = self._with_one_base(open_checkpoint(path))
+            finally:
+                _opening.reset(token)
+        return self.opened[path]
+
+    def _with_one_base(self, ckpt: Checkpoint) -> Checkpoint:
+        """A checkpoint whose deltas are from the one object that others of the same base have, too."""
+        plain = ckpt.base or ckpt
+        if plain.manifest is not None:
+            base = self._plain.setdefault((plain.path, plain.manifest.identity), plain)
+            for name, a in ckpt.arrays.items():
+                if isinstance(a.tensor, DeltaTensor):
+                    a.tensor = replace(a.tensor, parts=(base[name].tensor, a.tensor.stored))
+        return ckpt
+
+    def identity_of(self, path: str) -> str:
+        """The identity of an open checkpoint. Taken once: it may tie what was opened to other files."""
+        if path not in self._identities:
+            self._identities[path] = identity_of(self.opened[path])
+        return self._identities[path]
+
+    @contextlib.contextmanager
+    def reading(self, where: str) -> Iterator[None]:
+        """A document is read."""
+        if where in self.stack:
+            raise CorruptCheckpoint(f"virtual checkpoints in a circle: {' reads '.join([*self.stack, where])}")
+        if len(self.stack) >= DEEPEST:
+            raise CorruptCheckpoint(f"{where}: virtual checkpoints are nested deeper than {DEEPEST} levels")
+        self.stack.append(where)
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
 
-_opening: ContextVar[_Opening | None] = ContextVar("opening", default=None)
-
-
-@contextlib.contextmanager
-def _within(where: str) -> Iterator[_Opening]:
-    held = _opening.get()
-    token = None
-    if held is None:
-        held = _Opening([])
-        token = _opening.set(held)
-    if where in held.stack:
-        raise CorruptCheckpoint(f"virtual checkpoints in a circle: {' reads '.join([*held.stack, where])}")
-    if len(held.stack) >= DEEPEST:
-        raise CorruptCheckpoint(f"{where}: virtual checkpoints are nested deeper than {DEEPEST} levels")
-    held.stack.append(where)
-    try:
-        yield held
-    finally:
-        held.stack.pop()
-        if token is not None:
-            _opening.reset(token)
+_opening: ContextVar[Opening | None] = ContextVar("opening", default=None)
 
 
 def read_document(where: str) -> bytes:
@@ -277,20 +304,20 @@ def is_document(path: str) -> bool:
 
 def open_document(where: str) -> Checkpoint:
     """The checkpoint of a document. Raises `ParentChanged` where a parent is not what the document pins."""
-    with _within(where) as opening:
+    opening = _opening.get() or Opening()
+    with opening.reading(where):
         data = read_document(where)
         node = loads(data, where)
         parents: dict[Parent, Checkpoint] = {}
         for parent in dict.fromkeys(parents_of(node)):
-            opening.count += 1
-            if opening.count > MOST_READS:
+            if len(opening.opened) >= MOST_READS:
                 raise CorruptCheckpoint(f"{where}: more than {MOST_READS} checkpoints would be opened")
             try:
-                parents[parent] = open_checkpoint(parent.path)
+                parents[parent] = opening.open(parent.path)
             except NotACheckpoint as e:
                 raise ParentChanged(f"{where}: its parent {parent.path} is not there any more: {e}") from None
         for parent, ckpt in parents.items():  # of which documents are pinned anew before this one
-            now = identity_of(ckpt)
+            now = opening.identity_of(parent.path)
             if parent.identity not in ([now] if ckpt.manifest is None else ckpt.manifest.identities):
                 told = f"is another by now: {parent.identity} was pinned, and {now} is there"
                 if now[:6] == "files:":
@@ -301,7 +328,7 @@ def open_document(where: str) -> Checkpoint:
                     told += f"; virtual.repin of {where} pins what is there, and then of documents that name it"
                     told += ", innermost first"
                 raise ParentChanged(f"{where}: its parent {parent.path} {told}")
-        out = build(node, parents)
+        out = build(node, parents, opening.known)
     assert out.computed is not None
     out.path, out.computed = where, replace(out.computed, identity=f"virtual:{unsealed(data)[1] or 0:08x}")
     return out

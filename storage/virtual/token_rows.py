@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast
 from ..rules.lazy_tensors import OfParts
@@ -44,9 +43,8 @@ class TokenRows(OfParts):
     def _at(self, row: int, n: int, box: Box) -> Box:
         return Box((row, *box.offset[1:]), (n, *box.shape[1:]))
 
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        if box.size:
-            yield lambda: self._read(box, out)
+    def pieces(self, box: Box, kept: int) -> Iterator[Box]:
+        return iter([Box.whole(box.shape)] * bool(box.size))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         start, stop, nbytes, i = box.offset[0], box.stop[0], 0, box.offset[0]

@@ -384,6 +384,8 @@ def test_gradients_of_functions(call: Call) -> None:
 
 def test_factors_of_matrices() -> None:
     x = mt.asarray(SQUARE)
+    with pytest.raises(mt.errors.NumPyFunctionError, match=r"compute_uv=: mt\.linalg\.svdvals\(x\) gives"):
+        mt.linalg.svd(x, compute_uv=False)
     q, r = np.linalg.qr(x)
     np.testing.assert_allclose(np.asarray(q @ r), SQUARE)
     u, s, vh = np.linalg.svd(x)

@@ -11,14 +11,29 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.errors import MeshtapeError
+from meshtape.errors import CheckpointReplaced, MeshtapeError
 from meshtape.storage import virtual
+from meshtape.storage.stores import generations
 
 TREE = {"a": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(3, np.float32)}
+NAMES = [5, True, [1], ["a", None], b"a"]
+PICKS = {"prefix": [5, True, ["a"], b"a", {}], "keys": NAMES, "drop": NAMES, "rules": [5, [1], {"a": "b"}, b"a -> b"]}
+WRITTEN = {"dtype": [5, ["f4"], "i4"], **PICKS, "keys": [*NAMES, [], iter(())]}
+
+
+def blend_of(at: Path) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "models": [{"model": str(at / "p")}], "dtype": "float32"}
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "save": lambda at, **k: mt.save(at / "new", TREE, **k),
     "save_safetensors": lambda at, **k: mt.storage.save_safetensors(at / "new", **{"tensors": TREE, **k}),
     "CheckpointManager": lambda at, **k: mt.CheckpointManager(at / "new", **k),
+    "merge": lambda at, **k: mt.merge(at / "p", at / "new", **k),
+    "blend": lambda at, **k: mt.storage.blend(blend_of(at), at / "new", **k),
+    "blended": lambda at, **k: mt.storage.blended(blend_of(at), **k),
+    "with_rules": lambda at, **k: virtual.with_rules(at / "p", **k),
+    "cast": lambda at, **k: virtual.cast(at / "p", **k),
     "load": lambda at, **k: mt.load(at / "p", **k),
     "convert": lambda at, **k: mt.storage.convert(at / "p", at / "new", **{"format": "safetensors", **k}),
     "reshard": lambda at, **k: mt.storage.reshard(at / "p", at / "new", **k),
@@ -37,17 +52,22 @@ ODD = {
     },
     "CheckpointManager": {"best": [5, ["loss"]], "share": ["no", None], "keep": [0, 1.5], "layout": ["both"]},
     "save_safetensors": {"tensors": [5, [1], None], "metadata": [5, "x"]},
-    "load": {"ignore": [5, [1]], "report": [True, {}]},
+    "merge": WRITTEN,
+    "blend": {**WRITTEN, "seed": ["x", 1.5]},
+    "blended": {"keys": [*NAMES, []], "drop": NAMES},
+    "with_rules": {"rules": PICKS["rules"]},
+    "cast": {"dtype": WRITTEN["dtype"]},
+    "load": {"ignore": [5, [1]], "report": [True, {}], **{k: v for k, v in PICKS.items() if k != "drop"}},
     "convert": {
         "client": [5, "x"],
         "progress": [True, "bar"],
         "threads": [0, 3.5, "x"],
         "memory_limit": [None, -1],
         "format": [5, None],
-        "keys": [5, [1]],
+        **WRITTEN,
     },
-    "reshard": {"mesh": [5, "x", [1]], "shardings": [5, [1]], "client": [{}]},
-    "diff": {"keys": [5, [1]], "drop": [3.5], "memory_limit": ["x", 0]},
+    "reshard": {"mesh": [5, "x", [1]], "shardings": [5, [1]], "client": [{}], **WRITTEN},
+    "diff": {"keys": NAMES, "drop": NAMES, "rules": PICKS["rules"], "memory_limit": ["x", 0]},
     "estimate": {"mesh": [5], "optimizer": [[1], {}], "shard_optimizer_over": [[1]], "max_shard_bytes": ["x", 0]},
     "quantize": {"bits": [[1], {}], "times": ["x", -1]},
     "extract_lora": {"energy": ["x", [1], 2.0]},
@@ -70,3 +90,21 @@ def test_an_odd_argument_is_a_typed_error_before_anything_is_written(home: Path,
         CALLS[call](home, **{name: value})
     assert len(str(e.value)) < 400
     assert os.listdir(home) == ["p"]
+
+
+def test_names_may_come_from_an_iterator(tmp_path: Path):
+    """Whoever asks a second time, or begins anew beside a writer, has them all."""
+    mt.save(tmp_path / "p", TREE)
+    mt.merge(tmp_path / "p", tmp_path / "new", keys=iter(["a", "b"]), drop=iter(["b"]))
+    assert list(mt.open_checkpoint(tmp_path / "new")) == ["a"]
+    seen = []
+
+    @generations.once_more
+    def read(keys: Any) -> list[str]:
+        seen.append(list(keys))
+        if len(seen) == 1:
+            raise CheckpointReplaced("by a writer")
+        return seen[-1]
+
+    assert read(keys=iter(["a"])) == ["a"]
+    assert seen == [["a"], ["a"]]

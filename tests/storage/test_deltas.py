@@ -675,6 +675,21 @@ def test_a_damaged_anchor_stops_no_run(quick):
     assert open_checkpoint(manager.path(4)).base.path == manager.path(3)
 
 
+@pytest.mark.parametrize("read", [load, verify, open_checkpoint])
+def test_a_run_whose_deltas_lost_their_anchor_names_it(tmp_path, read):
+    """Or a step that can be opened, where there is one."""
+    manager = CheckpointManager(tmp_path, keep=None, anchor_every=3)
+    for step in range(1, 7):
+        manager.save(step, tree(step))
+    shutil.rmtree(manager.path(4))
+    with pytest.raises(errors.NotACheckpoint, match=r"it holds checkpoints, such as .*step-00000003$"):
+        read(tmp_path)
+    shutil.rmtree(manager.path(1))
+    lost = f"no step of it can be opened: {manager.path(6)}: its base step-00000004 is not there any more"
+    with pytest.raises(errors.NotACheckpoint, match=lost):
+        read(tmp_path)
+
+
 def test_deltas_that_lost_their_base_are_deleted_by_name(quick):
     manager = filled(quick / "run", steps=4, every=2)
     shutil.rmtree(manager.path(1))

@@ -238,6 +238,27 @@ def test_the_path_of_a_repository_opens_its_main_branch(repository):
         open_checkpoint(f"{place}-not")
 
 
+def test_a_new_repository_has_no_checkpoint_yet(ice, url, tmp_path):
+    repo = ice.Repository.create(ice.local_filesystem_storage(str(tmp_path / "repo")))
+    first = repo.lookup_branch("main")
+    for where in (url, tmp_path / "repo", f"{url}@{first}"):
+        for read in (open_checkpoint, load, verify):
+            with pytest.raises(errors.NotACheckpoint, match=f"snapshot {first} is not a checkpoint: it is empty"):
+                read(where)
+    found = CliRunner().invoke(main, ["ls", url])
+    assert found.exit_code == 0
+    assert first in found.output
+    found = CliRunner().invoke(main, ["ls", f"{url}@{first}"])
+    assert found.exit_code == 1
+    assert "it is empty" in found.output
+    save(url, {"w": np.ones(2)})
+    assert list(open_checkpoint(url)) == ["w"]
+    with pytest.raises(errors.NotACheckpoint, match="nothing lies at 'none'"):
+        open_checkpoint(f"{url}@main/none")
+    with pytest.raises(errors.NotACheckpoint, match="it is empty"):
+        open_checkpoint(f"{url}@{first}")
+
+
 @pytest.mark.parametrize("chosen", ["", "icechunk.set_logs_filter('debug');"])
 def test_what_icechunk_prints_is_as_its_user_chose(ice, url, chosen):
     code = (

@@ -15,6 +15,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import ArrayIndexError
 from ...checkpoint.checkpoint import StoredArray
+from ...readers.shared import once
 from .pieces import refuse_giants
 
 CELLS = 64  # rows and columns of a window
@@ -133,7 +134,7 @@ def window(array: StoredArray, view: SliceView, budget: int = BUDGET) -> SliceVa
         return SliceValues(turned.view.turned, turned.values.T, turned.nbytes, array.shape)
     while True:
         groups = list(_groups(array, view))
-        planned = sum(array.tensor.planned(box) for box, _ in groups)
+        planned = sum(once("planned", array.tensor, box) for box, _ in groups)
         if planned <= budget or view.rows is None or len(groups) <= 8:
             break
         # Fewer rows: what lies between the columns of one row is read anyway.
@@ -155,7 +156,7 @@ def cost(array: StoredArray, view: SliceView) -> int:
     """Bytes that reading a view would take."""
     if 0 in array.shape:
         return 0
-    return sum(array.tensor.planned(box) for box, _ in _groups(array, view.turned if view.is_turned else view))
+    return sum(once("planned", array.tensor, box) for box, _ in _groups(array, view.turned if view.is_turned else view))
 
 
 def _groups(array: StoredArray, view: SliceView) -> Iterator[tuple[Box, int]]:

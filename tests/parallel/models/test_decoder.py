@@ -223,6 +223,20 @@ def test_ids_that_do_not_fit_are_refused():
         de.apply(params, np.zeros((1, 5)), CONFIG)
 
 
+@pytest.mark.parametrize("lost", ["ids", "labels"])
+def test_a_batch_without_a_part_is_refused_by_its_name(lost):
+    params, held = de.init(mt.random.key(0), CONFIG), batch()
+    del held[lost]
+    with pytest.raises(mt.errors.ArgumentError, match=rf"\[decoder\] a batch is a dict with '{lost}', got one with"):
+        de.loss(params, held, CONFIG)
+    first, last = de.stages(CONFIG, 2)
+    parts, _ = de.split_stages(params, CONFIG, 2)
+    with pytest.raises(mt.errors.ArgumentError, match=f"a batch is a dict with '{lost}'"):
+        last(parts[1], first(parts[0], None, held, None), held, None)
+    with pytest.raises(mt.errors.ArgumentError, match="a batch is a dict with 'ids', got list"):
+        de.loss(params, [1, 2], CONFIG)
+
+
 def test_plans_that_mean_nothing_are_refused():
     with pytest.raises(mt.errors.PlanError, match="'zp'"):
         de.plan("dp+zp")
