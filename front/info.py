@@ -10,6 +10,7 @@ from typing import Any
 _PARTS = (
     ("numpy", "arrays on the CPU", ""),
     ("cupy", "arrays on CUDA devices", "pip install 'meshtape[cuda13]' (or cuda12)"),
+    ("nvidia-cudnn-frontend", "attention on CUDA devices by cuDNN", "pip install nvidia-cudnn-frontend"),
     ("scipy", "special functions, sparse products", ""),
     ("ml_dtypes", "bfloat16 and float8", ""),
     ("dask", "clusters", ""),

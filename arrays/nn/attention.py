@@ -2,10 +2,10 @@
 
 Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the
 keys that its rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al.,
-2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`): the result, and the shift
-and the sum of each row of scores, which the forward op gives for that, spare them a pass. Tiles need none of it, for
-they hold whole rows. The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that
-are split over ranks.
+2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`), or cuDNN's: the result, and
+the shift and the sum of each row of scores, which the forward op gives for that, spare them a pass. Tiles need none of
+it, for they hold whole rows. The decompositions hold the whole matrix. They serve derivatives of higher order, and keys
+that are split over ranks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.op import Op
-from meshtape.arrays.kernels import launch
+from meshtape.arrays.kernels import cudnn_attention, launch
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
@@ -93,6 +96,27 @@ def test_attention_of_short_floats(dtype: np.dtype) -> None:
     )
     for kernel in ("forward", "backward_queries", "backward_keys", "poison"):
         assert used(f"attention_{kernel}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=lambda d: d.name)
+def test_attention_by_cudnn(dtype: np.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cudnn_attention.frontend() is None or "MESHTAPE_EMULATED_GPU" in os.environ:
+        pytest.skip("nvidia-cudnn-frontend, or cuDNN 9, is not installed")
+
+    def heads_last(x: mt.Array) -> mt.Array:
+        return mt.moveaxis(mt.moveaxis(x, 1, 2) + 0, 1, 2)
+
+    runs, run = [], cudnn_attention.Plan.run
+    monkeypatch.setattr(cudnn_attention.Plan, "run", lambda *a: runs.append(a) or run(*a))
+    attend = mt.nn.scaled_dot_product_attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of an example that is wrong
+        for causal, heads, rows in itertools.product((False, True), (4, 2), (512, 700)):
+            operands = [RNG.normal(size=(2, h, n, 64)) for h, n in ((4, rows), (heads, 600), (heads, 600))]
+            before = len(runs)
+            both(lambda q, k, v, causal=causal: attend(q, k, v, is_causal=causal), dtype, *operands)
+            both(lambda q, *kv, causal=causal: attend(heads_last(q), *kv, is_causal=causal), dtype, *operands)
+            assert len(runs) >= before + 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
