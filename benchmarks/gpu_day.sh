@@ -31,6 +31,8 @@ collect() {
     # What the image has stays out, with what is large: NumPy, SciPy, CuPy.
     "$python" -m pip download -q --only-binary=:all: -d "$build/all" \
         "$folder"/wheels/meshtape-*.whl pytest pytest-timeout pytest-xdist hypothesis safetensors
+    # Without what its other kernels need, which is large. cuDNN itself comes with the image's PyTorch.
+    "$python" -m pip download -q --only-binary=:all: --no-deps -d "$folder/wheels" nvidia-cudnn-frontend
     find "$build/all" -name '*.whl' ! -name 'numpy-*' ! -name 'scipy-*' ! -name 'meshtape-*' -exec mv {} "$folder/wheels/" \;
     tar -C "$build" --exclude=tests/storage --exclude=tests/docs -czf "$folder/sources.tar.gz" pyproject.toml tests benchmarks
     cp "$here/gpu_day.sh" "$here/gpu_day_report.py" "$folder/"

@@ -12,6 +12,7 @@ from gpu_rows import Maker, Row, of_arrays, their_gradients
 
 import meshtape as mt
 from meshtape.arrays.core.dispatch import wrap
+from meshtape.arrays.kernels import cudnn_attention
 
 
 def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) -> Iterator[Row]:
@@ -71,9 +72,10 @@ def convolution_rows(
 
 
 def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], d: np.dtype) -> Iterator[Row]:
-    """Causal attention and its gradient: PyTorch's fused one is the measure."""
+    """Causal attention and its gradient: PyTorch's fused one is the measure. With cuDNN's frontend, by both ways."""
     size, label = int(np.prod(shape)) * d.itemsize, f"{' x '.join(map(str, shape))} {d.name}"
-    F = None if t is None else t.torch.nn.functional
+    F, frontend = None if t is None else t.torch.nn.functional, cudnn_attention.frontend
+    by_cudnn = m.xp is not np and frontend() is not None
 
     def three() -> tuple[Any, ...]:
         return tuple(m.normal(shape, d) for _ in range(3))
@@ -84,23 +86,32 @@ def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], 
     def step(g: Any, q: Any, k: Any, v: Any) -> Any:
         return mt.vjp(ours, q, k, v)[1](g)
 
+    def alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            cudnn_attention.frontend = lambda: None
+            try:
+                return fn(*operands)
+            finally:
+                cudnn_attention.frontend = frontend
+
+        return run
+
     def theirs(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def their_step(g: Any, q: Any, k: Any, v: Any) -> Any:
         return their_gradients(t, theirs, g, q, k, v)
 
+    def four() -> tuple[Any, ...]:
+        return m.normal(shape, d), *three()
+
     eager, both = ({}, {}) if t is None else ({"torch": t.wrap(theirs)}, {"torch": t.wrap(their_step)})
-    yield Row(f"attention, {label}", 4 * size, three, of_arrays(ours), eager, None, 1.25)
-    yield Row(
-        f"attention, both ways, {label}",
-        8 * size,
-        lambda: (m.normal(shape, d), *three()),
-        of_arrays(step),
-        both,
-        None,
-        1.25,
-    )
+    ways: dict[str, Callable[[Any], Any]] = {"attention": alone}
+    if by_cudnn:
+        ways |= {"attention by cuDNN": lambda fn: fn}
+    for name, way in ways.items():
+        yield Row(f"{name}, {label}", 4 * size, three, of_arrays(way(ours)), eager, None, 1.25)
+        yield Row(f"{name}, both ways, {label}", 8 * size, four, of_arrays(way(step)), both, None, 1.25)
 
 
 def expert_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int, int], d: np.dtype) -> Iterator[Row]:
