@@ -12,7 +12,7 @@ from gpu_rows import Maker, Row, of_arrays, their_gradients
 
 import meshtape as mt
 from meshtape.arrays.core.dispatch import wrap
-from meshtape.arrays.kernels import cudnn_attention
+from meshtape.arrays.kernels.cudnn import attention as cudnn_attention
 
 
 def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) -> Iterator[Row]:

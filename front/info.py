@@ -43,7 +43,7 @@ def _version(package: str) -> str | None:
 def _libraries() -> dict[str, str | None]:
     """Versions of the CUDA libraries for products and convolutions; None where one is missing."""
     from .arrays.backends import cublaslt
-    from .arrays.kernels import cudnn
+    from .arrays.kernels.cudnn import convolution as cudnn
 
     found = {}
     for name, functions in (("cuBLASLt", cublaslt.library()), ("cuDNN", cudnn.library())):

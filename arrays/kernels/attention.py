@@ -1,6 +1,6 @@
 """Attention of floats of two bytes on CUDA's tensor cores, without the matrix of the weights.
 
-Calls that :mod:`.cudnn_attention` serves are cuDNN's. These functions return NotImplemented for those that the kernels
+Calls that :mod:`.cudnn.attention` serves are cuDNN's. These functions return NotImplemented for those that the kernels
 do not serve: other dtypes, heads of more than 128 elements, queries that broadcast, several masks, a device before
 compute capability 8.0 or with little shared memory.
 """
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from ..core.op import for_floats
-from . import cudnn_attention
+from .cudnn import attention as cudnn_attention
 from .geometry import MAX_GRID, ceil_div
 from .launch import NOTHING, contiguous, i64, named, runner
 

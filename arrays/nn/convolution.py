@@ -20,8 +20,8 @@ from ..core.dispatch import apply
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
-from ..kernels import cudnn
-from ..kernels.cudnn import Ints
+from ..kernels.cudnn import convolution as cudnn
+from ..kernels.cudnn.convolution import Ints
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
 from ..ops.matmul import MATMUL

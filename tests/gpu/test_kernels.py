@@ -14,7 +14,8 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.op import Op
-from meshtape.arrays.kernels import cudnn_attention, launch
+from meshtape.arrays.kernels import launch
+from meshtape.arrays.kernels.cudnn import attention as cudnn_attention
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}

@@ -15,7 +15,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 
 import meshtape as mt
 from meshtape.arrays.core.errors import BackendError
-from meshtape.arrays.kernels import cudnn_attention
+from meshtape.arrays.kernels.cudnn import attention as cudnn_attention
 
 CASES: Any = (
     # Of queries and keys the shapes, the columns of the values, and whether attention is causal.

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from meshtape.arrays.core.dtypes import bfloat16
-from meshtape.arrays.kernels import cudnn_attention
-from meshtape.arrays.kernels.cudnn_attention import Form, Side
+from meshtape.arrays.kernels.cudnn import attention as cudnn_attention
+from meshtape.arrays.kernels.cudnn.attention import Form, Side
 
 DEVICES = {800: (108, 166_912), 900: (132, 232_448), 1000: (148, 232_448)}
 """By compute capability: multiprocessors, and bytes of shared memory of a block."""

@@ -525,7 +525,7 @@ CONVOLUTIONS: Any = (
 
 def convolutions(_: str) -> dict[str, Any]:
     """Convolutions by cuDNN: where values differ from the CPU's, and what the library was asked for."""
-    from meshtape.arrays.kernels import cudnn
+    from meshtape.arrays.kernels.cudnn import convolution as cudnn
     from meshtape.info import collect
 
     rng, fake, out = np.random.default_rng(0), FAKE.convolutions, {"differences": [], "calls": 0}

@@ -307,7 +307,7 @@ def test_convolutions_without_cudnn_are_the_same(sweep: Sweep, request: pytest.F
 @real_library
 def test_the_numbers_are_those_of_cudnn() -> None:
     """Of NVIDIA's headers, and by what the library itself keeps of a description; neither needs a device."""
-    from meshtape.arrays.kernels import cudnn
+    from meshtape.arrays.kernels.cudnn import convolution as cudnn
 
     assert [ctypes.sizeof(cudnn.Performance), cudnn.Performance.memory.offset] == [48, 16]
     assert [cudnn.Performance.determinism.offset, cudnn.Performance.math.offset] == [24, 28]

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends import determinism
-from ..backends.cublaslt import Unserved, is_tf32
-from ..core.dtypes import bfloat16
-from ..core.errors import BackendError
+from ...backends import determinism
+from ...backends.cublaslt import Unserved, is_tf32
+from ...core.dtypes import bfloat16
+from ...core.errors import BackendError
 
 VERSIONS = range(90_000, 100_000)
 

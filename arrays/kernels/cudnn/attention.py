@@ -6,7 +6,7 @@ lie: heads beside each other in memory need no copy. Both functions return None 
 caller then goes another way.
 
 Sums of the queries' cotangents in one order take cuDNN two bytes of memory for each score. Batches and heads then go to
-it in parts, none of which takes more than :data:`~.cudnn.WORKSPACE`.
+it in parts, none of which takes more than :data:`~.convolution.WORKSPACE`.
 
 The first call of each kind computes a small example, too, by the plain formula. Where cuDNN differs it is not used, and
 a warning says so.
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends import determinism, host_sync
-from ..core.dtypes import bfloat16
-from ..core.errors import BackendError
-from .cudnn import ALIGNED, LARGEST, VERSIONS, WORKSPACE, Ints, library
-from .geometry import ceil_div
+from ...backends import determinism, host_sync
+from ...core.dtypes import bfloat16
+from ...core.errors import BackendError
+from ..geometry import ceil_div
+from .convolution import ALIGNED, LARGEST, VERSIONS, WORKSPACE, Ints, library
 
 LEAST = 512
 LONGEST = 128
