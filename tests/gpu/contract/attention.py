@@ -144,8 +144,13 @@ def other_ways() -> dict[str, Any]:
     cudnn_attention._plan.cache_clear()
     out["no memory"] = forward() is None, backward() is None
     cudnn_attention.WORKSPACE = limit
-    mistakes = ("wrong", {"scale": 1.1}), ("hidden", {"hidden": 1}), ("refused", {"refuses": "sdpa_backward"})
-    for name, mistake in mistakes:
+    mistakes = {
+        "wrong": {"scale": 1.1},
+        "hidden": {"hidden": 1},
+        "refused": {"refuses": "sdpa_backward"},
+        "broken": {"fails": "sdpa_backward"},
+    }
+    for name, mistake in mistakes.items():
         fresh()
         frontend.mistakes.update(mistake)
         with warnings.catch_warnings(record=True) as told:

@@ -37,7 +37,7 @@ def test_attention_by_cudnn_is_that_of_the_cpu(sweep: Sweep, request: pytest.Fix
 def test_attention_by_a_cudnn_that_is_wrong(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     cache = getattr(request.config, "cache", None)
     found = sweep("attention", str(tmp_path if cache is None else cache.mkdir("values")))
-    for name in ("wrong", "hidden"):
+    for name in ("wrong", "hidden", "broken"):
         assert found[name] == [True, ["[attention] cuDNN 92801 is not used"]]
     assert found["refused"] == [True, []]
     assert found["fails"] == "[attention] cuDNN failed: CUDNN_STATUS_EXECUTION_FAILED"
