@@ -1,6 +1,6 @@
 """The GPU suite: every test here needs a CUDA device and CuPy, and is skipped with the reason where there is none.
 
-``pytest tests/gpu`` runs it with one command and prints a report of the device. It was written on machines without one:
+``pytest tests/gpu`` runs it with one command and prints a report of the device. It is written on machines without one:
 ``contract`` runs it over a fake CUDA, by real CuPy, but for values, and ``MESHTAPE_EMULATED_GPU=FOLDER pytest
 tests/gpu`` with values (``docs/development/gpu.md``). What was seen on a GPU is in ``docs/development/gpu-measured.md``.
 """
