@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,12 @@ def make_room(kept: Callable[[], Iterable[Any]], needed: Iterable[Bundle], memor
 
 
 _last_read = operator.attrgetter("last_read")
+
+
+def oldest_first(kept: Iterable[Any]) -> Iterator[dict[int, Any]]:
+    """The blocks of each array, those first that no run has read for longest."""
+    for bundle in sorted((b for b in kept if isinstance(b, Bundle)), key=_last_read):
+        yield from list(bundle.slots.values())
 
 
 def register_with_dask_cuda() -> None:

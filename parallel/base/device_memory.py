@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...arrays.backends import host_sync
 from ...arrays.backends.backend import CuPyBackend, cupy_backend
 from ...arrays.backends.memory_pool import POOL
 from ...arrays.core.devices import Device, device
 from ...arrays.core.dispatch import Deferred
-from ...arrays.core.errors import DTypeError, OutOfMemory
+from ...arrays.core.errors import DTypeError, MeshtapeError
 from ...arrays.core.op import Op
 from ...arrays.native.copies import is_large, stream
 
@@ -122,6 +123,16 @@ class CudaMemory:
             return a
         return _block(self._backend.from_host(np.asarray(a), self._where))
 
+    def spilled(self, block: Any) -> np.ndarray:
+        """A block in pinned host memory, which the device copies to and from by itself."""
+        if is_on_host(block) or not block.size:
+            return on_host(block)
+        host_sync.note("blocks go to host memory")
+        held = self.xp.cuda.alloc_pinned_memory(block.nbytes)
+        out = np.frombuffer(held, np.uint8, block.nbytes).view(block.dtype).reshape(block.shape)
+        block.get(out=out)
+        return out
+
     def copy(self, to: Any, source: Any) -> None:
         to[...] = source
 
@@ -133,12 +144,10 @@ class CudaMemory:
 
     def translated(self, error: Exception) -> Exception:
         try:
-            with self._backend.memory():
-                raise error
-        except OutOfMemory as e:
-            return e
-        except Exception:
-            return error
+            self._backend.explain(error)
+        except MeshtapeError as e:
+            return e.with_traceback(None)  # whose frames hold the error
+        return error
 
 
 def _block(buf: Any) -> Any:

@@ -23,8 +23,8 @@ from distributed.protocol import to_serialize
 from ...arrays.backends.memory_pool import POOL
 from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
-from ..base.bundles import Bundle, make_room, register_with_dask_cuda
-from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
+from ..base.bundles import Bundle, make_room, oldest_first, register_with_dask_cuda
+from ..base.device_memory import HOST, BlockMemory, is_on_host, memory_of, on_host, serving
 from ..base.message_streams import failure_message, unpacked
 from ..execution.executor import Prepared
 from ..transports.group import LinkGroup, Transport
@@ -380,8 +380,8 @@ def ranges_of(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def _landed(
     ranges: Ranges, bundles: Mapping[int, Bundle], given: Sequence[Mapping[int, np.ndarray]], memory: BlockMemory
 ) -> Iterator[Mapping[int, np.ndarray]]:
-    """The blocks of inputs in the memory of the process. Blocks that come with a message, or were sent before it, are
-    in host memory. The number -1 stands for blocks that come with the message."""
+    """The blocks of inputs, in the memory of the process if that is a device. Blocks that come with a message, or were
+    sent before it, are in host memory. The number -1 stands for blocks that come with the message."""
     for n, first, count in ranges:
         for slot in range(first, first + count):
             blocks = given[slot] if n < 0 else bundles[n].slots.get(slot)
@@ -426,8 +426,11 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
+        prepared.others = lambda: oldest_first(state.resident.in_memory())
         make_room(state.resident.in_memory, bundles.values(), memory)
-        inputs = list(_landed(m["sources"], bundles, given, memory))
+        # A program whose ranks are all here takes blocks to the device when it reads them.
+        landed = functools.partial(_landed, bundles=bundles, given=given, memory=HOST if prepared.evicting else memory)
+        inputs = list(landed(m["sources"]))
         if context.peers:
             group = plane.group(mesh, epoch, context.process, context.peers, context.ranks, timeout, context.share)
             group.silence = m["silence"]
@@ -440,7 +443,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             outputs = prepared.run(inputs, transport)
         else:
             turns, carried, ranges = m["loop"]
-            flat = list(_landed(ranges, bundles, given, memory))
+            flat = list(landed(ranges))
             width = len(flat) // turns
             each = [flat[t * width : (t + 1) * width] for t in range(turns)] if flat else []
             outputs = prepared.loop(inputs, turns, carried, each, transport)

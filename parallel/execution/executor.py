@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,7 +25,7 @@ from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.indexing import sparse_cotangent
 from ...arrays.indexing.indexing import SCATTER
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
-from ..base.device_memory import HOST, BlockMemory
+from ..base.device_memory import HOST, BlockMemory, CudaMemory
 from ..partition.overlap import Buckets, Start, Wait, schedule
 from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
 from ..resharding.collective_plans import Collective, in_halves, plan_collective
@@ -37,6 +37,7 @@ from ..sharding.factors import RankView
 from ..sharding.placement import Layout, identity_of
 from ..sharding.sharded_indexing import SCATTER_PART
 from ..transports.group import Transport
+from .eviction import Blocks, Call, Eviction, Plan
 from .fusion import Chain, PreparedChain, fused
 
 Env = dict[int, dict[int, np.ndarray]]
@@ -157,6 +158,12 @@ class Prepared:
             else:
                 ready = self._prepare_local(step, frees)
             self._actions.append((ready, frees))
+        self.evicting: Plan | None = None
+        """Where blocks may wait in host memory while the program runs."""
+        self.others: Callable[[], Iterable[Blocks]] = tuple
+        """Blocks beside those of a run that may go to host memory before."""
+        if isinstance(memory, CudaMemory) and self._all_here:
+            self.evicting = Plan([_reads(a) for a, _ in self._actions], program.outputs, memory)
 
     # ----- preparing --------------------------------------------------------------------------------------------------
 
@@ -286,7 +293,7 @@ class Prepared:
                     stacks = [{r: self._stack(turns, b) for r, b in o.items()} for o in seen]
                 for stack, o in zip(stacks, seen, strict=True):
                     for r, b in o.items():
-                        stack[r][t] = b
+                        stack[r][t] = self.memory.put(b)
         return [*(dict(c) for c in carry), *stacks]
 
     def _stack(self, turns: int, block: Any) -> Any:
@@ -302,33 +309,45 @@ class Prepared:
     ) -> list[dict[int, np.ndarray]]:
         p = self.program
         env: Env = {r: {} for r in self.hosted}
-        for v, blocks in zip((*p.inputs, *p.constants), inputs, strict=True):
+        variables = (*p.inputs, *p.constants)
+        for v, blocks in zip(variables, inputs, strict=True):
             for r in self.hosted:
                 env[r][v] = blocks[r]
-        for step, frees in self._actions:
-            kind = type(step)
-            if kind is PreparedLocal:
-                self._run_local(step, env)
-            elif kind is PreparedChain:
-                for r in self.hosted:
-                    step.run(env[r], r, partial(self._failure, r))
-            elif kind is PreparedMoves:
-                if beside is None or not step.remote:
-                    found = self._run_moves(step, env, transport)
-                else:
-                    found = beside.now(self._run_moves, step, env, transport)
-                self._store(step, found, env)
-            elif kind is Wait:
-                assert beside is not None
-                self._store(*beside.wait(step.ticket), env)
+        eviction = None
+        if self.evicting is not None:
+            owners = {v: b for v, b in zip(variables, inputs, strict=True) if isinstance(b, dict)}
+            eviction = Eviction(self.evicting, env, owners, self.others)
+        for n, (step, frees) in enumerate(self._actions):
+            if eviction is None:
+                self._act(step, env, transport, beside)
             else:
-                assert beside is not None
-                ticket, moves = step
-                beside.start(ticket, moves, self._run_moves, moves, env, transport)
+                act = partial(self._act, env=env, transport=transport, beside=beside)
+                eviction.call(n, (_reads(step), partial(act, step)), partial(_parts, step, act))
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
         return [{r: sparse_cotangent.dense(env[r][v]) for r in self.hosted} for v in p.outputs]
+
+    def _act(self, step: Any, env: Env, transport: Transport | None, beside: Beside | None) -> None:
+        kind = type(step)
+        if kind is PreparedLocal:
+            self._run_local(step, env)
+        elif kind is PreparedChain:
+            for r in self.hosted:
+                step.run(env[r], r, partial(self._failure, r))
+        elif kind is PreparedMoves:
+            if beside is None or not step.remote:
+                found = self._run_moves(step, env, transport)
+            else:
+                found = beside.now(self._run_moves, step, env, transport)
+            self._store(step, found, env)
+        elif kind is Wait:
+            assert beside is not None
+            self._store(*beside.wait(step.ticket), env)
+        else:
+            assert beside is not None
+            ticket, moves = step
+            beside.start(ticket, moves, self._run_moves, moves, env, transport)
 
     def _run_local(self, s: PreparedLocal, env: Env) -> None:
         fn, args, outputs, put = s.fn, s.args, s.outputs, self.memory.put
@@ -385,6 +404,20 @@ class Prepared:
         for m, blocks in zip(s.moves, found, strict=True):
             for rank, block in blocks.items():
                 env[rank][m.target] = block
+
+
+def _reads(action: Any) -> list[int]:
+    """Variables that an action of a program whose ranks are all here reads."""
+    if isinstance(action, PreparedLocal):
+        return [v for v, _ in action.args if v >= 0]
+    if isinstance(action, PreparedChain):
+        return list(action.inputs)
+    return [v for m in action.moves for v in (m.source, m.table) if v is not None]
+
+
+def _parts(action: Any, act: Callable[[Any], None]) -> list[Call]:
+    parts = action.parts() if isinstance(action, PreparedChain) else ()
+    return [(p.inputs, partial(act, p)) for p in parts]
 
 
 class Beside:

@@ -16,7 +16,7 @@ from ...arrays.chains import cuda_codegen
 from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
 from ...autodiff.compiler import cuda_fusion
-from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
+from ...autodiff.compiler.fusion import FusedRun, chains, executable, grouped, is_large, streams, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables
 from ..partition.rank_program import LocalCall, RankProgram
@@ -100,7 +100,8 @@ class PreparedChain:
         self, chain: Chain, program: RankProgram, ranks: Sequence[int], frees: Sequence[int], memory: BlockMemory
     ) -> None:
         group = chain.group
-        self.calls, self.memory, self.outputs, self._inputs = chain.calls, memory, group.outputs, group.inputs
+        self._made_of = chain, program, ranks, frees, memory
+        self.calls, self.memory, self.outputs, self.inputs = chain.calls, memory, group.outputs, group.inputs
         self._on_host = memory.name == "cpu"
         make: Callable[..., Any] = executable if self._on_host else cuda_fusion.executable
         self._takers = [tuple(group.inputs[k] for k in ks if group.inputs[k] in frees) for ks in takers(group)]
@@ -121,6 +122,16 @@ class PreparedChain:
                 made[shapes] = make(own, Program((), (), (), blocks)), rooms
             self._by_rank[r] = made[shapes]
 
+    def parts(self) -> list[PreparedChain]:
+        """Chains of this one's that read no array in common; none where it is one already."""
+        chain, program, *rest = self._made_of
+        blocks = Program((), (), (), BlockAvals(program, rest[0][0]))
+        found = streams(chain.group, blocks)
+        calls = {c.outputs[0]: c for c in chain.calls}
+        runs = [r if isinstance(r, FusedRun) else grouped([r], set(chain.group.outputs), blocks) for r in found]
+        made = [Chain(run, tuple(calls[e.outputs[0]] for e in run.entries)) for run in runs]
+        return [PreparedChain(c, program, *rest) for c in made] if len(made) > 1 else []
+
     def run(self, values: dict[int, Any], rank: int, failure: Callable[[Exception, str, str], Exception]) -> None:
         """Compute the outputs for the blocks of a rank. ``failure`` makes an exception of error, call and line."""
         fn, rooms = self._by_rank[rank]
@@ -137,5 +148,5 @@ class PreparedChain:
             calls = [c for c in self.calls if c.outputs[0] in named]
             return failure(error, ", ".join(dict.fromkeys(c.origin or c.op.name for c in calls)), calls[0].site)
 
-        outs = fn(*[values[v] for v in self._inputs], into=into, failed=failed)
+        outs = fn(*[values[v] for v in self.inputs], into=into, failed=failed)
         values.update(zip(self.outputs, outs, strict=True))

@@ -6,6 +6,8 @@ their ranks.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...arrays.core.errors import OutOfMemory
 from ..base.device_memory import HOST, BlockMemory, on_host, serving
 from ..partition.rank_program import RankProgram
 from ..sharding.placement import Layout, block_box
+from .eviction import moved
 from .executor import Prepared
 from .memory_limits import Value
 
@@ -54,11 +58,11 @@ class HostValue:
         return self.value[(*block_box(self.layout, self.sizes, self.value.shape, rank).slices, ...)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LocalBlocks:
     """Blocks in this process, by rank."""
 
-    blocks: Mapping[int, np.ndarray]
+    blocks: dict[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +121,19 @@ class Runtime(Protocol):
         """Free everything that the runtime holds."""
 
 
+def _shared(blocks: Mapping[int, np.ndarray]) -> dict[int, Any]:
+    """The same, with one block for ranks that share memory."""
+    seen: dict[Any, np.ndarray] = {}
+    return {r: seen.setdefault((b.__array_interface__["data"][0], b.shape, b.strides), b) for r, b in blocks.items()}
+
+
 class LocalRuntime:
     """All ranks in this process, in lockstep: the default, and the bench on which every rule is tested."""
 
     def __init__(self, sizes: tuple[int, ...], memory: BlockMemory = HOST) -> None:
         self.sizes, self.memory = sizes, memory
+        self._kept: weakref.WeakValueDictionary[int, LocalBlocks] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
         self._there: weakref.WeakKeyDictionary[HostValue, Mapping[int, Any]] = weakref.WeakKeyDictionary()
         self.ranks = tuple(range(math.prod(sizes)))
         self.homes = (0,) * len(self.ranks)
@@ -132,38 +144,26 @@ class LocalRuntime:
     def check_memory(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
         """Nothing: this process has no known limit."""
 
-    def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:
+    def _blocks(self, handle: Any) -> dict[int, Any]:
         if not isinstance(handle, HostValue):
             return handle.blocks
         blocks = self._there.get(handle)
         if blocks is None:
-            blocks = self._put({r: handle.block(r) for r in self.ranks})
-            if self.memory is not HOST:  # it travels once
+            blocks = _shared({r: handle.block(r) for r in self.ranks})
+            if self.memory is not HOST:  # a run takes it to the device: it travels once
                 self._there[handle] = blocks
         return blocks
 
-    def _put(self, blocks: Mapping[int, np.ndarray]) -> Mapping[int, Any]:
-        """Host blocks on the device of the mesh. Ranks that share memory on the host share it there too."""
-        if self.memory is HOST:
-            return blocks
-        seen: dict[Any, Any] = {}
-        out = {}
-        for r, b in blocks.items():
-            key = b.__array_interface__["data"][0], b.shape, b.strides
-            if key not in seen:
-                seen[key] = self.memory.put(b)
-            out[r] = seen[key]
-        return out
-
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         prepared = Prepared(program, self.ranks, self.homes, names, self.memory)
+        prepared.others = lambda: [*(b.blocks for b in list(self._kept.values())), *list(self._there.values())]
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
             blocks = [self._blocks(h) for h in handles]
             if turns is None:
-                return [LocalBlocks(b) for b in prepared.run(blocks)]
+                return list(map(self._keep, prepared.run(blocks)))
             each = [[self._blocks(h) for h in hs] for hs in turns.each]
-            return [LocalBlocks(b) for b in prepared.loop(blocks, turns.count, turns.carried, each)]
+            return list(map(self._keep, prepared.loop(blocks, turns.count, turns.carried, each)))
 
         return run
 
@@ -184,8 +184,15 @@ class LocalRuntime:
         return [self.adopt({r: made[r][i] for r in self.ranks}) for i in range(count)]
 
     def adopt(self, blocks: Mapping[int, np.ndarray]) -> LocalBlocks:
-        """Host blocks as blocks of the mesh."""
-        return LocalBlocks(self._put(blocks))
+        """Host blocks as blocks of the mesh. On a GPU without room for them they wait for a run that reads them."""
+        there = _shared(blocks)
+        with contextlib.suppress(OutOfMemory), self.memory.using():
+            there = moved(there, self.memory.put)
+        return self._keep(there)
+
+    def _keep(self, blocks: dict[int, Any]) -> LocalBlocks:
+        made = self._kept[next(self._numbers)] = LocalBlocks(blocks)
+        return made
 
     def abandon(self) -> None:
         """Nothing is under way."""

@@ -20,6 +20,7 @@ import itertools
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,6 +42,33 @@ class OutOfMemoryError(MemoryError):
     """CuPy's."""
 
 
+class Memory:
+    """The bytes that arrays of the devices take together: what is more than ``limit`` is not to be had."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.peak = limit, 0, 0
+        self._held: set[int] = set()
+
+    def take(self, a: np.ndarray) -> None:
+        while isinstance(a.base, np.ndarray):
+            a = a.base
+        if id(a) in self._held:
+            return
+        if self.used + a.nbytes > self.limit:
+            raise OutOfMemoryError(f"Out of memory allocating {a.nbytes} bytes")
+        self._held.add(id(a))
+        self.used += a.nbytes
+        self.peak = max(self.peak, self.used)
+        weakref.finalize(a, self._give, id(a), a.nbytes)
+
+    def _give(self, key: int, nbytes: int) -> None:
+        self._held.discard(key)
+        self.used -= nbytes
+
+
+memory: Memory | None = None
+
+
 class DeviceArray:
     """``cupy.ndarray``: memory of one device."""
 
@@ -49,6 +77,8 @@ class DeviceArray:
 
     def __init__(self, a: np.ndarray, device: int) -> None:
         self._a, self.device = a, Device(device)
+        if memory is not None:
+            memory.take(a)
 
     # ----- what it tells ----------------------------------------------------------------------------------------------
 
@@ -70,8 +100,12 @@ class DeviceArray:
     def _like(self, a: Any) -> DeviceArray:
         return DeviceArray(np.asarray(a), self.device.id)
 
-    def get(self) -> np.ndarray:
-        return self._a.copy()
+    def get(self, out: np.ndarray | None = None) -> np.ndarray:
+        if out is None:
+            return self._a.copy()
+        assert (out.shape, out.dtype, out.flags.c_contiguous) == (self.shape, self.dtype, True)
+        out[...] = self._a
+        return out
 
     def item(self, *at: int) -> Any:
         return self._a.item(*at)
@@ -394,6 +428,7 @@ def make(count: int = 2) -> Namespace:
         Stream=Stream,
         get_current_stream=Stream,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        alloc_pinned_memory=lambda size: bytearray(size + 512),  # at least as much
         runtime=SimpleNamespace(
             getDevice=lambda: current.device,
             getDeviceCount=lambda: count,
@@ -415,6 +450,8 @@ XP: Any = None
 def call_by_call(group: Any, program: Any) -> Any:
     """A chain of elementwise calls without the kernel that would be made of it."""
 
+    last = {v: e for e in group.entries for v in e.inputs if isinstance(v, int) and v not in group.outputs}
+
     def run(*inputs: Any, into: Any = (), failed: Any = None) -> list[Any]:
         values = dict(zip(group.inputs, inputs, strict=True))
         for e in group.entries:
@@ -425,15 +462,18 @@ def call_by_call(group: Any, program: Any) -> Any:
                 if failed is None:
                     raise
                 raise failed(error, [e]) from error
+            del args
+            for v in {v for v in e.inputs if isinstance(v, int) and last.get(v) is e}:
+                del values[v]
         return [XP.asarray(values[v]) for v in group.outputs]
 
     return run
 
 
 @contextlib.contextmanager
-def installed(count: int = 2) -> Iterator[Namespace]:
-    """CuPy's place is taken, in this process, by the emulation with this many devices."""
-    global XP
+def installed(count: int = 2, limit: int | None = None) -> Iterator[Namespace]:
+    """CuPy's place is taken, in this process, by the emulation with this many devices, whose memory has a limit."""
+    global XP, memory
     from meshtape.arrays import OPS
     from meshtape.arrays.backends.backend import cupy_backend
     from meshtape.autodiff.compiler import cuda_fusion
@@ -455,9 +495,11 @@ def installed(count: int = 2) -> Iterator[Namespace]:
         op._bound[xp.__name__] = functools.partial(called, op.numpy)
     cupy_backend.cache_clear()
     chain, cuda_fusion.executable = cuda_fusion.executable, call_by_call
+    memory = xp.memory = None if limit is None else Memory(limit)
     try:
         yield xp
     finally:
+        memory = None
         XP, gpus._no_driver, cuda_fusion.executable = before, driver, chain
         cupy_backend.cache_clear()
         for op in by_kernels:
