@@ -478,6 +478,10 @@ def test_dask_sees_the_bytes_on_the_device(sweep: Sweep) -> None:
     assert sweep("promises")["bundles"] > 8000
 
 
+def test_blocks_wait_in_pinned_memory_as_they_are(sweep: Sweep) -> None:
+    assert sweep("promises")["spilled"] == []
+
+
 def test_each_wait_is_told_once(sweep: Sweep) -> None:
     assert sweep("promises")["waits"] == {
         "an index from the host": [0, 0],
