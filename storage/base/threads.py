@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ...arrays.core.errors import OutOfMemory
 from .waiting import pool
@@ -23,6 +24,18 @@ UPLOADS = 8  # objects on their way to an object store
 COMPRESSORS = 4  # threads that compress: of each of perhaps many processes on a machine
 
 _behind: ContextVar[bool] = ContextVar("behind", default=False)
+T = TypeVar("T")
+
+
+def within(own: threading.local, state: Mapping[str, Any], call: Callable[[], T]) -> T:
+    """A call with a thread's own state set, which is then as it was before: after an interrupt at any place, too. (A
+    context manager's own parts may be interrupted, and the state stays.)"""
+    restore = partial(vars(own).update, {name: getattr(own, name, None) for name in state})
+    try:
+        vars(own).update(state)
+        return call()
+    finally:
+        restore()  # one call, before which nothing is interrupted
 
 
 def give_way() -> None:

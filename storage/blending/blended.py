@@ -59,8 +59,7 @@ class Blended(OfParts):
 
     def piece(self, box: Box) -> Piece:
         """The elements of a box of all sources, as the formula takes them."""
-        with self.evaluating():
-            return self._filled(box)[0]
+        return self.evaluated(lambda: self._filled(box))[0]
 
     def _filled(self, box: Box) -> tuple[Piece, int]:
         held, total = [], 0

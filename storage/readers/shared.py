@@ -6,18 +6,21 @@ are told apart as objects: whoever makes a checkpoint of others gives one object
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
+from ..base.threads import within
 
 Job = Callable[[], int]
 KEPT = 32 << 20  # bytes that an evaluation keeps, or its last two boxes
+ENTRY = 1 << 10  # of these, beside a box itself
+RECENT = 4  # boxes of a tensor in which a smaller one is looked for
+T = TypeVar("T")
 _own = threading.local()
 
 
@@ -27,14 +30,11 @@ def once(method: str, tensor: Any, *args: Any, again: Any = None) -> Any:
     before = getattr(_own, "asked", None)
     asked: dict[Any, Any] = {} if before is None else before
     key = method, id(tensor), args
-    if key in asked:
-        return asked[key][1] if again is None else again
-    _own.asked = asked
-    try:
-        asked[key] = tensor, getattr(tensor, method)(*args)  # an id is that of a tensor which is held
-    finally:
-        _own.asked = before
-    return asked[key][1]
+    if key not in asked:
+        # An id is that of a tensor which is held.
+        asked[key] = tensor, within(_own, {"asked": asked}, lambda: getattr(tensor, method)(*args))
+        return asked[key][1]
+    return asked[key][1] if again is None else again
 
 
 class _Reads:
@@ -44,6 +44,7 @@ class _Reads:
     def __init__(self, uses: Mapping[int, int]) -> None:
         self._uses = uses
         self._held: OrderedDict[tuple[int, Box], tuple[np.ndarray, list[int]]] = OrderedDict()
+        self._recent: dict[int, list[Box]] = {}  # of each tensor the last boxes, which may hold others
         self._nbytes = 0
 
     def jobs(self, tensor: Any, box: Box, out: np.ndarray) -> Iterable[Job]:
@@ -51,7 +52,8 @@ class _Reads:
 
     def _read(self, tensor: Any, box: Box, out: np.ndarray) -> int:
         key = id(tensor), box
-        around = (k for k in self._held if k[0] == key[0] and box.intersect(k[1]) == box)
+        recent = self._recent.setdefault(key[0], [])
+        around = (k for b in recent if (k := (key[0], b)) in self._held and box.intersect(b) == box)
         if (found := key if key in self._held else next(around, None)) is not None:
             held, left = self._held[found]
             left[0] -= 1
@@ -60,9 +62,10 @@ class _Reads:
             return 0
         nbytes = sum(job() for job in tensor.jobs(box, out))
         self._held[key] = out.copy(), [self._uses[key[0]] - 1]
-        self._nbytes += out.nbytes
+        recent[:] = [box, *recent[: RECENT - 1]]
+        self._nbytes += out.nbytes + ENTRY
         while self._nbytes > KEPT and len(self._held) > 2:
-            self._nbytes -= self._held.popitem(last=False)[1][0].nbytes
+            self._nbytes -= self._held.popitem(last=False)[1][0].nbytes + ENTRY
         return nbytes
 
 
@@ -77,13 +80,12 @@ def is_evaluating() -> bool:
     return getattr(_own, "reads", None) is not None
 
 
-@contextlib.contextmanager
-def evaluation(uses: Mapping[int, int]) -> Iterator[None]:
-    """Reads of this thread make one box. ``uses``: how many others are made of a tensor, by its id, where several are.
+def evaluation(uses: Mapping[int, int], call: Callable[[], T]) -> T:
+    """A call whose reads make one box. ``uses``: how many others are made of a tensor, by its id, where several are.
     One within another that has none is a part of it."""
-    before = getattr(_own, "reads", None)
-    _own.reads = _Reads(uses) if before is None or uses else before
-    try:
-        yield
-    finally:
-        _own.reads = before
+    return call() if is_evaluating() and not uses else within(_own, {"reads": _Reads(uses)}, call)
+
+
+def alone(call: Callable[[], T]) -> T:
+    """A call that is no part of the evaluation at work."""
+    return within(_own, {"reads": None, "asked": None}, call)

@@ -24,13 +24,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from ...arrays.backends import casts
 from ...arrays.core.errors import Lossy
+from ..base.threads import within
 from ..base.waiting import lock
 from ..format import dtypes
 from ..readers.reading import RangeJob
@@ -261,6 +262,9 @@ def _told(losses: Mapping[Any, CastLoss]) -> str:
     return "\n".join(lines)
 
 
+T = TypeVar("T")
+
+
 class _CurrentReport(threading.local):
     tally: Tally | None = None
     name: Any = None
@@ -269,37 +273,22 @@ class _CurrentReport(threading.local):
 _current = _CurrentReport()
 
 
-@contextlib.contextmanager
-def tallied(tally: Tally, name: Any = None) -> Iterator[Tally]:
-    """Casts of this thread add to ``tally``, under ``name`` where the array that they make has one."""
-    before = _current.tally, _current.name
-    _current.tally, _current.name = tally, name
-    try:
-        yield tally
-    finally:
-        _current.tally, _current.name = before
+def tallied(tally: Tally, call: Callable[[], T], name: Any = None) -> T:
+    """A call whose casts add to ``tally``, under ``name`` where the array that they make has one."""
+    return within(_current, {"tally": tally, "name": name}, call)
 
 
-@contextlib.contextmanager
-def making(name: str) -> Iterator[None]:
-    """Casts of this thread make parts of the array of this name."""
-    before, _current.name = _current.name, name
-    try:
-        yield
-    finally:
-        _current.name = before
+def making(name: str, call: Callable[[], T]) -> T:
+    """A call whose casts make parts of the array of this name."""
+    return within(_current, {"name": name}, call)
 
 
 def tracked(tally: Tally, name: Any, jobs: Iterator[Callable[[], int]]) -> Iterator[Callable[[], int]]:
     """Jobs that add to ``tally``, in any thread."""
 
-    def run(job: Callable[[], int]) -> int:
-        with tallied(tally, name):
-            return job()
-
     for job in jobs:
         # Those that may be joined with others convert nothing.
-        yield job if isinstance(job, RangeJob) else lambda job=job: run(job)
+        yield job if isinstance(job, RangeJob) else lambda job=job: tallied(tally, job, name)
 
 
 def cast(name: str, a: np.ndarray, dtype: np.dtype, offset: tuple[int, ...], allowed: bool = False) -> np.ndarray:

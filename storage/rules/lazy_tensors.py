@@ -8,14 +8,13 @@ the change. All are small picklable values.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from .labels import Labels, Reader, given
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
+T = TypeVar("T")
 
 
 def of_source(name: str) -> Any:
@@ -73,15 +73,14 @@ class DerivedTensor:
         uses, kept = ({}, 0) if is_evaluating() else _uses(self)
 
         def read(part: Box) -> int:
-            with evaluation(uses):
-                return self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined, no-any-return]
+            return self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined, no-any-return]
 
         for part in self.pieces(box, kept):
-            yield lambda part=part: read(part)
+            yield lambda part=part: evaluation(uses, lambda: read(part))
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """An `evaluation` of this tensor, which may be a part of another's."""
-        return evaluation(_uses(self)[0])
+    def evaluated(self, call: Callable[[], T]) -> T:
+        """A call as an `evaluation` of this tensor, which may be a part of another's."""
+        return evaluation(_uses(self)[0], call)
 
     @property
     def readers(self) -> int:

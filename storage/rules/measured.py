@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..base.waiting import lock
+from ..readers.shared import alone
 from .casting import Tally, tallied
 from .lazy_tensors import every
 
@@ -94,5 +95,6 @@ def _measure(tensors: Sequence[Any], over: Over) -> None:
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with tallied(Tally()), np.errstate(all="ignore"):  # the windows count what casts lose
-        return fn(*args)
+    """Apart from what is read at the moment: the windows count what casts lose, where they read it themselves."""
+    with np.errstate(all="ignore"):
+        return tallied(Tally(), lambda: alone(lambda: fn(*args)))

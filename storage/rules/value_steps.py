@@ -28,8 +28,8 @@ def _filled(name: str, shape: tuple[int, ...], dtype: np.dtype, value: Any) -> F
             limits = np.iinfo(dtype)
             lost = not limits.min <= value <= limits.max
         else:
-            with tallied(Tally()) as tally:
-                cast(name, wide, dtype, ())
+            tally = Tally()
+            tallied(tally, lambda: cast(name, wide, dtype, ()))
             lost = bool(tally)
     except OverflowError:
         lost = True

@@ -53,8 +53,7 @@ def _send(stream: UploadStream, root: str, allow_overflow: bool) -> tuple[list[A
         losses.clear()  # an upload that failed is begun again
         pieces = stream.pieces()
         while True:
-            with tallied(losses):  # not across a yield, after which other code of this thread runs
-                piece = next(pieces, None)
+            piece = tallied(losses, lambda: next(pieces, None))
             if piece is None:
                 losses.refuse(allow_overflow)
                 return

@@ -126,8 +126,7 @@ def test_every_pair_of_dtypes_counts_as_python_numbers_do(source):
     a = samples(source)
     for target in NAMES:
         tally = casting.Tally()
-        with casting.tallied(tally):
-            b = casting.cast("a", a, dtypes.by_name(target), (0,))
+        b = casting.tallied(tally, lambda target=target: casting.cast("a", a, dtypes.by_name(target), (0,)))
         got = tally.get("a", CastLoss())
         assert {k: getattr(got, k) for k in kinds(a[:0], b[:0])} == kinds(a, b), target
         assert bool(got.places) == any(n for k, n in kinds(a, b).items() if k != "underflow")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -27,6 +29,7 @@ from meshtape.storage import (
 from meshtape.storage.readers import shared
 from meshtape.storage.readers.shared import once
 from meshtape.storage.readers.tensor import ChunkedTensor
+from meshtape.storage.rules import casting
 from meshtape.storage.rules.labels import Labels
 from meshtape.storage.rules.lazy_tensors import labels_of
 from meshtape.storage.virtual import document
@@ -204,7 +207,7 @@ def test_an_evaluation_keeps_no_more_than_it_may(means, monkeypatch):
 
     def watched(reads, *args):
         nbytes = inner(reads, *args)
-        held.append(sum(a.nbytes for a, _ in reads._held.values()))
+        held.append(sum(a.nbytes + shared.ENTRY for a, _ in reads._held.values()))
         assert held[-1] == reads._nbytes
         return nbytes
 
@@ -221,3 +224,74 @@ def test_what_a_sum_loses_is_counted_once(tmp_path):
     assert report.losses["w"].overflow == 3
     with pytest.raises(mt.errors.Lossy):
         convert(virtual.mean([twice, twice]), tmp_path / "out", format="safetensors")
+
+
+def test_many_small_boxes_of_a_shared_tensor_are_not_compared_with_each_other(tmp_path, monkeypatch):
+    rows, rng = 3000, np.random.default_rng(5)
+    parent, w = tmp_path / "p.safetensors", rng.normal(size=(16, rows)).astype(np.float32)
+    mt.storage.save_safetensors(parent, {"w": w})
+    turned = virtual.with_rules(parent, f"w -> w, reshape([{rows}, 16]), permute([1, 0])")
+    turned = virtual.write(tmp_path / "turned.json", turned)
+    plain = virtual.write(tmp_path / "plain.json", virtual.with_rules(parent, "w -> w"))
+    ckpt = open_checkpoint(virtual.write(tmp_path / "d.json", virtual.mean([plain, turned])))
+    compared, intersect = [0], Box.intersect
+
+    def counted(self, other):
+        compared[0] += 1
+        return intersect(self, other)
+
+    monkeypatch.setattr(Box, "intersect", counted)
+    assert np.array_equal(ckpt["w"][...], (w + w.reshape(rows, 16).T) / np.float32(2))
+    assert compared[0] < 60 * rows
+
+
+def test_an_interrupt_leaves_no_evaluation_and_no_tally_behind():
+    """At any moment, while its exception is kept, as a notebook keeps it."""
+    kept, state = [], ({}, casting.Tally())
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    rng = np.random.default_rng(6)
+    try:
+        while len(kept) < 1500:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(5e-6, 6e-5)))
+                while True:
+                    shared.evaluation({1: 2}, lambda: casting.tallied(state[1], lambda: once("__str__", state)))
+            except KeyboardInterrupt as e:
+                kept.append(e)
+            assert not shared.is_evaluating()
+            assert casting._current.tally is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_loss_is_counted_where_numbers_about_a_whole_tensor_were_read_before(tmp_path):
+    """The second operand reads the adapter's rows as the first measures them, which counts none of their losses."""
+    rng, key = np.random.default_rng(0), "model.embed_tokens.weight"
+    places = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for place in places:
+        mt.storage.save_safetensors(place, {key: rng.normal(size=(100, 8)).astype(np.float16)})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    rows = rng.normal(size=(50, 8)).astype(np.float32)
+    rows[26:30] = 1e6  # no numbers of float16
+    trained = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    mt.storage.save_safetensors(adapter / "adapter_model.safetensors", {trained: rows})
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "modules_to_save": None}
+    config["trainable_token_indices"] = {"embed_tokens": list(range(0, 100, 2))}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    tuned = virtual.write(tmp_path / "tuned.json", virtual.lora(places[0], adapter))
+    half = {"weight": 1.0, "density": 0.5}
+    models = [{"model": str(m), "parameters": half} for m in (tuned, places[1])]
+    ties = {"merge_method": "ties", "base_model": str(places[2]), "dtype": "float16", "models": models}
+    blend = virtual.write(tmp_path / "blend.json", mt.storage.blended(ties))
+    halves = virtual.with_rules(tuned, f"{key} -> lo, hi, split(axis=0, sizes=[50, 50])")
+    halves = virtual.write(tmp_path / "halves.json", halves)
+    swapped = virtual.write(tmp_path / "swapped.json", virtual.with_rules(halves, f"hi, lo -> {key}, concat(axis=0)"))
+    ckpt = open_checkpoint(virtual.write(tmp_path / "both.json", virtual.mean([blend, swapped])))
+    with pytest.raises(mt.errors.Lossy):
+        ckpt[key][:10]

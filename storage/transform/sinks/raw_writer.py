@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ...format import tensor_sums
 from ...format.chunk_grid import runs
 from ...readers.reading import SMALL, Job, run
 from ...readers.tensor import read_into
-from ...rules.casting import CastLoss, Tally, making, tallied
+from ...rules.casting import CastLoss, Tally, tallied
 from ...rules.lazy_tensors import casts
 from ...stores import store
 from ...stores.filesystem import IOV_MAX, active, preadv
@@ -103,15 +104,15 @@ def put_all(
 ) -> list[tuple[list[int], CastLoss]]:
     """Write one window, or several of writers with ``raw_of``; returns checksums and losses of casts of each."""
     if not hasattr(writers[0], "raw_of"):
-        with tallied(Tally()) as tally:
-            sums = writers[0].put(root, windows[0], tensors[0])
+        tally = Tally()
+        sums = tallied(tally, lambda: writers[0].put(root, windows[0], tensors[0]))
         return [(sums, sum(tally.values(), CastLoss()))]
     parts = _memory("window", windows, [t.dtype for t in tensors])
     losses, jobs = [CastLoss()] * len(parts), list[Job]()
     for i, (window, tensor, part) in enumerate(zip(windows, tensors, parts, strict=True)):
         if casts(tensor):
-            with tallied(Tally()) as tally, making(tensor.name):
-                read_into(tensor, window, part)
+            tally = Tally()
+            tallied(tally, partial(read_into, tensor, window, part), name=tensor.name)
             losses[i] = sum(tally.values(), CastLoss())
         else:
             jobs += tensor.jobs(window, part)

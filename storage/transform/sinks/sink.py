@@ -110,9 +110,7 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     nbytes = box.size * tensor.dtype.itemsize
     memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
     out = memory.view(tensor.dtype).reshape(box.shape)
-    with making(tensor.name):
-        read_into(tensor, box, out)
-    return out
+    return making(tensor.name, lambda: read_into(tensor, box, out))[0]
 
 
 def stretches(tensor: Any, box: Box, limit: int) -> Iterator[np.ndarray]:
