@@ -28,8 +28,6 @@ _LOOKS = 8  # at the newest folders, to tell whether any is a checkpoint
 
 def folders_of(directory: str) -> list[str]:
     """The folders of a directory, where they can be listed."""
-    if not stores.is_url(directory):
-        return sorted(os.listdir(directory))
     store = stores.at(directory)
     return store.folders() if store.lists else []
 

@@ -157,8 +157,9 @@ def make_parents(target: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(target: str, needs: str = "more room") -> Iterator[None]:
-    """Errors of the file system while ``target`` is written, as `StorageFull` or `StoreError` that names it."""
+def writing(target: str, needs: str = "more room", done: str = "written") -> Iterator[None]:
+    """Errors of the file system while ``target`` is written, or what is ``done`` to it, as `StorageFull` or
+    `StoreError` that names it."""
     try:
         yield
     except MeshtapeError:
@@ -171,9 +172,9 @@ def writing(target: str, needs: str = "more room") -> Iterator[None]:
         if m := KINDS.match(name):  # a name beside it, of which the user knows nothing
             target = os.path.join(where, m["name"])
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"{target} needs {needs}; {where} filled up while it was written: {e.strerror}") from e
+            raise StorageFull(f"{target} needs {needs}; {where} filled up while it was {done}: {e.strerror}") from e
         beside = "" if e.filename is None or e.filename == target else f" ({os.fsdecode(e.filename)})"
-        raise failed(e, f"{target} cannot be written{beside}") from e
+        raise failed(e, f"{target} cannot be {done}{beside}") from e
 
 
 @contextlib.contextmanager
