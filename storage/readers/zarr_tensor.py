@@ -21,11 +21,11 @@ from ...arrays.core.errors import (
     CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    OutOfMemory,
     StoreError,
 )
 from ..base import names, strict_json
 from ..base.locations import SCHEMES
+from ..base.scratch import out_of_memory
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.manifest import FILE
@@ -333,9 +333,7 @@ class ZarrTensor(GridTensor):
         except (StoreError, CheckpointReplaced):  # nothing is wrong with the file
             raise
         except MemoryError as e:  # nor here
-            raise OutOfMemory(
-                f"{self.root}: key {self.name!r}: {e or 'too little memory'}; read slices of it"
-            ) from None
+            raise out_of_memory(f"{self.root}: key {self.name!r}", e) from None
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             self._compare(pinned, files)
