@@ -198,10 +198,10 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
     line = {s.step: s.path for s in branches.current(directory, found).line(found)}
     wanted = sorted(line if steps is None else set(map(ex.index, steps)))
     if not line:
-        named = [] if store.is_url(directory) else list(filter(numbered.series, runs.folders_of(directory)))
+        named = list(filter(numbered.series, store.at(directory).folders()))
         told = f", which {some(named, 3)} are not" if named else ""
         raise CheckpointKeyError(
-            f"{directory} holds no steps of a CheckpointManager{told}; give its directory, or a list of checkpoints"
+            f"{directory} is no run: it holds no steps of a CheckpointManager{told}; give one, or a list of checkpoints"
         )
     if lost := [s for s in wanted if s not in line]:
         raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20]}")
