@@ -198,7 +198,8 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
     line = {s.step: s.path for s in branches.current(directory, found).line(found)}
     wanted = sorted(line if steps is None else set(map(ex.index, steps)))
     if not line:
-        named = list(filter(numbered.series, store.at(directory).folders()))
+        there = store.at(directory)
+        named = list(filter(numbered.series, there.folders() if there.lists else []))
         told = f", which {some(named, 3)} are not" if named else ""
         raise CheckpointKeyError(
             f"{directory} is no run: it holds no steps of a CheckpointManager{told}; give one, or a list of checkpoints"
