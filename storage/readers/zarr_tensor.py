@@ -23,7 +23,7 @@ from ...arrays.core.errors import (
     IncompleteCheckpoint,
     StoreError,
 )
-from ..base import names, strict_json
+from ..base import names
 from ..base.locations import SCHEMES
 from ..base.scratch import out_of_memory
 from ..format import dtypes
@@ -81,7 +81,7 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
         raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     key = node or root_key(root)
-    dtype = dtypes.of_reader(_dtype(root, node, array), f"{root}: key {node!r}")
+    dtype = dtypes.of_reader(_dtype(array), f"{root}: key {node!r}")
     held, dims = _given(array)
     return ZarrTensor(
         root, key, node, shape, dtype, chunk, _encoding(array), ours is not None, attributes=held, dims=dims
@@ -94,13 +94,11 @@ def _encoding(array: Any) -> tuple[str, str]:
     return ("v2", old) if form is None else (str(form.name), form.separator)
 
 
-def _dtype(root: str, node: str, array: Any) -> np.dtype:
+def _dtype(array: Any) -> np.dtype:
     """The dtype of an array, also where zarr-python knows its bits alone."""
     dtype = np.dtype(array.dtype)
-    if array.metadata.zarr_format == 2 and dtype.kind == "u" and dtype.itemsize <= 2:
-        from .local_zarr import extension
-
-        dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
+    if (keys := getattr(array.store_path.store, "keys", None)) is not None:
+        dtype = keys.said.get(f"{array.store_path.path}/.zarray".lstrip("/"), dtype)
     own = array.attrs.get(GROUP_ATTRIBUTE)
     if dtype.kind == "u" and isinstance(own, dict) and own.get("dtype") in EXTENSIONS:
         true = by_name(own["dtype"])  # bits, see ``array_metadata``
@@ -285,7 +283,7 @@ class ZarrTensor(GridTensor):
 
         store, node = zarr_place(self.root, self.node)
         array = zarr.open_array(store, path=node, mode="r")
-        dtype = _dtype(self.root, self.node, array)
+        dtype = _dtype(array)
         own = (array.shape, array.shards or array.chunks, dtype.newbyteorder("="), _encoding(array))
         if own != (mine := (self.shape, self.chunk, self.dtype, self.encoding)):
             raise CorruptCheckpoint(
@@ -352,10 +350,10 @@ class ZarrTensor(GridTensor):
     def _missed(self, place: Any) -> None:
         """Tell of the chunks that reads of this array have asked for in vain."""
         start, form = f"{place.path}/" if place.path else "", self._form()
-        mine = {k: k.removeprefix(start) for k in list(place.store.absent) if k.startswith(start)}
+        mine = {k: k.removeprefix(start) for k in list(place.store.keys.absent) if k.startswith(start)}
         mine = {k: name for k, name in mine.items() if form.fullmatch(name)}
         # (Other arrays of the group may be being read by other threads, which tell of theirs.)
-        place.store.absent.difference_update(mine)
+        place.store.keys.absent.difference_update(mine)
         missed = sorted(mine.values())
         self.absent.update(missed[: _SHOWN - len(self.absent)])
         self._tell(missed[:_SHOWN], len(missed))

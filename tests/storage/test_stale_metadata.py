@@ -155,3 +155,22 @@ def test_other_files_and_folders_in_a_hierarchy_are_passed_over(tmp_path):
         (tmp_path / "z" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "z" / name).write_text("other")
     assert len(mt.load(tmp_path / "z")) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*onsolidated")
+def test_integers_that_became_short_floats_of_as_many_bits(tmp_path, request):
+    """Zarr v2 has no name for these, so that zarr takes them for integers."""
+    pytest.importorskip("obstore")
+    group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
+    group.create_array("x", data=np.arange(4, dtype="u2"), compressors=None)
+    zarr.consolidate_metadata(tmp_path / "z", zarr_format=2)
+    file = tmp_path / "z" / "x" / ".zarray"
+    file.write_text(file.read_text().replace('"<u2"', '"bfloat16"'))
+    (tmp_path / "z" / "x" / "0").write_bytes(NUMBERS[0].astype(mt.bfloat16).tobytes())
+    found = mt.load(tmp_path / "z")["x"]
+    assert (found.dtype, np.asarray(found).tolist()) == (mt.bfloat16, NUMBERS[0].tolist())
+    place = f"memory://{abs(hash(request.node.nodeid)):x}"
+    for file in filter(lambda f: f.is_file(), (tmp_path / "z").rglob("*")):
+        store.at(place).put(str(file.relative_to(tmp_path / "z")), [file.read_bytes()])
+    with pytest.raises(errors.CorruptCheckpoint, match=r"opened as uint16\[4\].*say bfloat16\[4\]"):
+        mt.load(place)
