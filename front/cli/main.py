@@ -48,8 +48,11 @@ class _Commands(click.Group):
         super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by who started the command: nobody wants what it prints
+                setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
         extra.setdefault("terminal_width", max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 2)))
-        with _fitting_messages():
+        with _fitting_messages(), _system_errors():  # a page of help may have no place to go
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -57,7 +60,7 @@ class _Commands(click.Group):
             # A name that the terminal has no characters for is shown by their numbers.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        with _fitting_messages(), _plain_warnings():
+        with _fitting_messages(), _plain_warnings(), _system_errors():
             return self._invoked(ctx)
 
     def _invoked(self, ctx: click.Context) -> Any:
@@ -73,11 +76,18 @@ class _Commands(click.Group):
         except KeyboardInterrupt as e:
             write_text(f"\n{e if isinstance(e, WorkStopped) else 'interrupted'}", console(stderr=True))
             raise click.exceptions.Exit(INTERRUPTED) from None
-        except OSError as e:
-            if e.errno == errno.EPIPE:  # who reads has read enough; click ends quietly
-                raise
-            _give_up_unwritten()
-            raise click.ClickException(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from None
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """A block in which an error of the operating system is one line."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno == errno.EPIPE:  # who reads has read enough; click ends quietly
+            raise
+        _give_up_unwritten()
+        raise click.ClickException(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from None
 
 
 @contextlib.contextmanager

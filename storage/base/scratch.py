@@ -44,11 +44,23 @@ def keep_freed() -> None:
     np.empty(31 << 20, np.uint8)
 
 
+def out_of_memory(what: str, error: MemoryError, cure: str = "read slices of it") -> OutOfMemory:
+    """The error for ``what``, unless ``error`` says already for which part of it.
+
+    >>> out_of_memory("key 'w'", MemoryError())
+    OutOfMemory("key 'w': this process gets no more memory; read slices of it")
+    """
+    if isinstance(error, OutOfMemory):
+        return error
+    return OutOfMemory(f"{what}: {str(error) or 'this process gets no more memory'}; {cure}")
+
+
 def room(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """A new array for the elements of a key; `OutOfMemory` where there is no memory for it."""
     try:
         return np.empty(shape, dtype)
     except MemoryError as e:
-        raise OutOfMemory(f"key {name!r}: {e}; read slices of it, or load it onto a mesh of more processes") from None
+        cure = "read slices of it, or load it onto a mesh of more processes"
+        raise out_of_memory(f"key {name!r}", e, cure) from None
     except ValueError as e:  # lengths beside a zero whose product NumPy cannot hold
         raise CheckpointError(f"key {name!r}: no array has the shape {shape}: {e}; read smaller slices") from None

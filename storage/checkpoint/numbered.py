@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ...arrays.core.errors import CheckpointError
 from ..base.names import STEP
 from ..format import manifest
-from ..stores import atomic_directory, store
+from ..stores import atomic_directory, contract, store
 from . import branches
 from .branches import Branch
 
@@ -110,8 +110,8 @@ def _orphans(directory: str, held: Mapping[str, Any]) -> dict[str, str]:
 
 def _dead_links(directory: str) -> dict[str, str]:
     """The links of a local directory that have the name of a checkpoint, by path, with why they are none."""
-    entries = [] if store.is_url(directory) or not os.path.isdir(directory) else os.listdir(directory)
-    paths = [os.path.join(directory, n) for n in sorted(entries) if STEP.fullmatch(n)]
+    entries = [] if store.is_url(directory) else contract.listed(directory)
+    paths = [os.path.join(directory, n) for n in entries if STEP.fullmatch(n)]
     dead = [path for path in paths if os.path.islink(path) and not os.path.exists(path)]
     return dict.fromkeys(dead, "the link leads nowhere, or to itself")
 

@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from ...arrays.core.errors import CheckpointError, StoreError
 from ..base.threads import starting
 from ..stores import owners, store
-from ..stores.contract import Store
+from ..stores.contract import Store, failed
 from ..stores.filesystem import try_lock
 
 PATIENCE = 60.0  # seconds that a deletion waits for saves, and a save for a deletion
@@ -82,7 +82,11 @@ class _Descriptor:
     pause = _PAUSE
 
     def __init__(self, folder: str, shared: bool) -> None:
-        self._fd, self._shared = os.open(folder, os.O_RDONLY), shared
+        self._shared = shared
+        try:
+            self._fd = os.open(folder, os.O_RDONLY)
+        except OSError as e:
+            raise failed(e, f"{folder} cannot be locked") from e
 
     def taken(self) -> bool:
         return try_lock(self._fd, self._shared) is not False  # None: there are no locks here

@@ -34,6 +34,7 @@ from ...arrays.core.formatting import some
 from ..format import manifest
 from ..stores import owners
 from ..stores.atomic_directory import Folder, discard, new_beside, owned, recover
+from ..stores.contract import listed
 from ..stores.filesystem import active
 from . import contents
 from .anchor_lock import PATIENCE, locked
@@ -78,18 +79,29 @@ def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables:
         # Only now: a directory of the former name without this file could not be told from somebody else's.
         fs.unlink(os.path.join(temporary, without))
         fs.fsync_dir(temporary)
-        _swap_in(temporary, target, overwrite, tables)
+        try:
+            _swap_in(temporary, target, overwrite, tables)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                fs.remove_tree(temporary)
+            raise
 
 
 def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
     """Raise `CheckpointExists` where ``target`` may not be replaced; returns the documents there that stay."""
     if not os.path.lexists(target):
         return []
-    if os.path.islink(target) or not os.path.isdir(target):
+    if os.path.islink(target):
+        raise CheckpointExists(
+            f"{target} is a link to {os.readlink(target)}, and only directories are replaced; give the place itself"
+        )
+    if os.path.ismount(target):
+        raise CheckpointExists(f"{target} is a mount point, which cannot be replaced; choose a place below it")
+    if not os.path.isdir(target):
         raise CheckpointExists(f"{target} is not a directory; overwrite=True replaces checkpoint directories alone")
     if overwrite:
         return contents.check(target, tables)
-    if (held := set(os.listdir(target))) and not held & tables:
+    if (held := set(listed(target))) and not held & tables:
         raise CheckpointExists(
             f"{target} exists and holds no checkpoint of the kind that is written, but {some(sorted(held))}; choose "
             "another place"

@@ -169,9 +169,11 @@ class ShuffledZstd(_Levelled):
     def decompress(self, frame: np.ndarray, out: np.ndarray) -> None:
         """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
         version, _, flags, itemsize, *lengths = _BLOSC.unpack(frame[:_HEADER].tobytes().ljust(_HEADER, b"\0"))
-        nbytes, _, held = lengths
+        nbytes, block, held = lengths
         if len(frame) < _HEADER or version != 2 or not itemsize or held != len(frame) or flags & 0xE0 != _ZSTD:
             raise ValueError("its frame is none of Blosc with zstd, or has another length than it says")
+        # Its library ends the process where it gets no memory for its blocks.
+        np.empty(3 * min(block, out.nbytes) + _TABLES, np.uint8)
         _unpack(_library("blosc").decompress, frame, nbytes, out)
 
     def codec(self, itemsize: int) -> Any:
@@ -269,6 +271,7 @@ _BLOSC = struct.Struct("<4B3I")  # versions, flags, size of an element; lengths 
 _HEADER = _BLOSC.size
 _SHUFFLED, _STORED, _ZSTD = 1, 2, 4 << 5
 _BLOCK = 1 << 20
+_TABLES = 256 << 10  # bytes of memory that Zstandard takes to unpack
 
 
 def _grouped(itemsize: int) -> int:

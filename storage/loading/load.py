@@ -24,7 +24,7 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeEr
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
 from ...arrays.ops.creation import asarray
 from ..base.names import leaf_name
-from ..base.scratch import room
+from ..base.scratch import out_of_memory, room
 from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
 from ..readers.reading import Job, run
@@ -315,6 +315,8 @@ def load(
     except IncompleteCheckpoint:
         _check(targets)  # which names all that is missing
         raise
+    except MemoryError as e:
+        raise out_of_memory(ckpt.path, e, "load some of it by keys=, or onto a mesh of more processes") from None
     for _, group in by_mesh(targets.values()):
         loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
     for generation in pinned:

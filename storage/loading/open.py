@@ -7,49 +7,46 @@ checkpoint of ``torch.distributed``; on a disk or in an object store.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
-    CheckpointDTypeError,
     CheckpointError,
     CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     NotACheckpoint,
     ParentChanged,
-    StoreError,
 )
 from ...arrays.core.formatting import count, some
 from ..base import names, strict_json
-from ..base.malformed import malformed
 from ..checkpoint import numbered
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
-from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
+from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
-from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE, described
+from ..format.zarr_format import DUAL_INDEX, described
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.dual_tensor import DualTensor, is_dual
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
-from ..readers.zarr_tensor import METADATA, of_array, open_array, refused, root_key, zarr_place
+from ..readers.zarr_tensor import METADATA
 from ..stores import atomic_directory, generations, icechunk_store
 from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
 from . import deltas
 from .other_writers import refuse_changed
+from .zarr_hierarchy import open_zarr
 
 OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 """Files that rooms above this one open, by the 24 bytes with which they begin."""
@@ -139,7 +136,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
 def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
     if icechunk_store.is_versioned(root):
-        return _open_zarr(icechunk_store.pinned(root), verify)
+        return open_zarr(icechunk_store.pinned(root), verify)
     if stores.is_url(root):
         if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth", ".json")):
             try:
@@ -175,7 +172,7 @@ def _open(given: str, verify: bool) -> Checkpoint:
                 _warn_of_two(root, file, f"a Zarr hierarchy, which is not, as {manifest.FILE} of meshtape is missing")
             return ckpt
     if any(store.size(n) is not None for n in METADATA):
-        return _open_zarr(root, verify)
+        return open_zarr(root, verify)
     if dcp.is_dcp(root):
         return dcp.open_dcp(root, verify)
     if store.size(orbax.FILE) is not None:
@@ -206,7 +203,7 @@ def _open(given: str, verify: bool) -> Checkpoint:
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
     if (repository := stores.repository_at(root)) is not None:
-        return _open_zarr(icechunk_store.pinned(repository), verify)
+        return open_zarr(icechunk_store.pinned(repository), verify)
     raise _refusal(store)
 
 
@@ -444,94 +441,3 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, files, others, index if sums else "")
     return ckpt
-
-
-def _is_array(metadata: bytes) -> bool:
-    said = strict_json.loads(metadata)
-    return isinstance(said, dict) and said.get("node_type") == "array"
-
-
-def _nodes(store: Store) -> Iterator[str]:
-    """The arrays below a Zarr group, by the files that are there."""
-    for entry in store.entries(""):
-        folder, _, file = entry.name.rpartition("/")
-        if file == ".zarray" or (file == "zarr.json" and _is_array(store.get(entry.name))):
-            yield folder
-
-
-def _is_of_others(nodes: Iterable[Any]) -> bool:
-    """Whether another program wrote a hierarchy, with attributes that it read from one of ours, as xarray does: files
-    of its chunks are in folders, and those of ours are not."""
-    written = [n.metadata for n in nodes if hasattr(n, "metadata") and hasattr(n.metadata, "shape")]
-    return bool(written) and all(
-        getattr(getattr(m, "chunk_key_encoding", None), "separator", "/") == "/" for m in written
-    )
-
-
-def _open_zarr(root: str, verify: bool) -> Checkpoint:
-    from ..format.zarr_dtypes import zarr
-
-    # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
-    store, place = zarr_place(root)
-    try:
-        try:
-            node = zarr.open(store, path=place, mode="r") if place else zarr.open(store, mode="r")
-        except Exception as e:
-            # One array that zarr does not know is enough, where the group's metadata has those of all.
-            if not isinstance(refused(str(e)), CheckpointDTypeError):
-                raise
-            node = zarr.open_group(store, path=place, mode="r", use_consolidated=False)
-        attributes = dict(node.attrs)
-    except StoreError:  # nothing is known of what is there
-        raise
-    except Exception as e:
-        raise icechunk.nothing_at(root) or refused(f"{root}: zarr cannot open it: {e}") from e
-    versioned = icechunk_store.is_versioned(root)
-    if versioned:
-        icechunk.look_at_files(root)
-    ours = GROUP_ATTRIBUTE in attributes and isinstance(node, zarr.Group)  # of an array it says the true dtype
-    tensors: dict[str, StoredTensor] = {}
-    skipped: dict[str, str] = {}
-    try:
-        try:
-            found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
-        except Exception as e:
-            if not isinstance(refused(str(e)), CheckpointDTypeError) or not stores.at(root).lists:
-                raise
-            found = dict.fromkeys(_nodes(stores.at(root)))  # one at a time
-        if ours and not versioned:
-            if not _is_of_others(found.values()):
-                raise IncompleteCheckpoint(
-                    f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the "
-                    "file was lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and "
-                    "safetensors the packs that its attributes name. Where another program wrote it and kept the "
-                    f"attributes of ours, delete its attribute {GROUP_ATTRIBUTE!r}"
-                )
-            ours = False
-            del attributes[GROUP_ATTRIBUTE]
-        for name, a in sorted(found.items()):
-            if not isinstance(a, zarr.Group):
-                try:
-                    tensor = open_array(root, name) if a is None else of_array(root, name, a, verify)
-                    tensors[name or root_key(root)] = tensor
-                except CheckpointDTypeError as e:
-                    skipped[name or root_key(root)] = str(e)
-        # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
-        for name, file in itertools.product({"", *([] if stores.is_url(root) else found)}, METADATA):
-            stores.at(root).tag(f"{name}/{file}" if name else file)
-    except (IncompleteCheckpoint, CorruptCheckpoint):
-        raise
-    except Exception as e:
-        if not stores.at(root).lists:
-            raise StoreError(
-                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it "
-                "written there by zarr.consolidate_metadata, or open one array of it"
-            ) from None
-        with malformed(f"{root}: zarr cannot list it: {e}"):
-            for name in _nodes(stores.at(root)):
-                with contextlib.suppress(CheckpointDTypeError):
-                    open_array(root, name)  # of which an error has the name
-        raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
-    ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
-    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if ours else ckpt

@@ -20,6 +20,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.numbered import Numbered
 from ..format import manifest
 from ..stores import store as stores
+from ..stores.contract import unlisted
 from .open import open_checkpoint
 
 Others = dict[str, Checkpoint | CheckpointError]
@@ -29,7 +30,11 @@ _LOOKS = 8  # at the newest folders, to tell whether any is a checkpoint
 def folders_of(directory: str) -> list[str]:
     """The folders of a directory, where they can be listed."""
     if not stores.is_url(directory):
-        return sorted(os.listdir(directory))
+        try:
+            return sorted(os.listdir(directory))
+        except OSError as e:
+            unlisted(e)
+            raise  # nothing is there
     store = stores.at(directory)
     return store.folders() if store.lists else []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...arrays.core.formatting import count, human_bytes, some
 from ..base import names
 from ..base.checksums import combine, crc32c
-from ..base.scratch import scratch
+from ..base.scratch import out_of_memory, scratch
 from ..checkpoint.checkpoint import Checkpoint, Computed, unread
 from ..commit.protocol import protocol_of
 from ..format import manifest
@@ -88,9 +88,12 @@ def verify(path: str | os.PathLike[str] | Checkpoint) -> VerifyReport:
     """
     started = time.perf_counter()
     ckpt = open_checkpoint(path)
-    with ckpt.generation.guarded():
-        given = ckpt.path if path is ckpt else stores.location(path)  # type: ignore[arg-type]
-        return _verify(ckpt, given, _Work(started))
+    given = ckpt.path if path is ckpt else stores.location(path)  # type: ignore[arg-type]
+    try:
+        with ckpt.generation.guarded():
+            return _verify(ckpt, given, _Work(started))
+    except MemoryError as e:
+        raise out_of_memory(given, e, "a chunk of it is unpacked whole") from None
 
 
 @dataclass

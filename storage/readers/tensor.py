@@ -23,7 +23,7 @@ from ...arrays.core.formatting import count, some
 from ...arrays.native.copies import stream
 from ..base import names, strict_json
 from ..base.checksums import crc32c
-from ..base.scratch import room, scratch
+from ..base.scratch import out_of_memory, room, scratch
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, Coord, cells, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
@@ -50,8 +50,11 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 def read_into(tensor: Any, box: Box, out: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """(the elements of a box, the bytes that were read), in this thread."""
-    out = np.empty(box.shape, tensor.dtype) if out is None else out
-    return out, sum(job() for job in jobs_of(tensor, box, out))
+    try:
+        out = np.empty(box.shape, tensor.dtype) if out is None else out
+        return out, sum(job() for job in jobs_of(tensor, box, out))
+    except MemoryError as e:
+        raise out_of_memory(f"key {tensor.name!r}", e) from None
 
 
 def bytes_of(a: np.ndarray) -> np.ndarray:
@@ -374,7 +377,14 @@ def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, 
     """The elements of ``box`` (all by default) as a new NumPy array, and the number of bytes read."""
     box = Box.whole(tensor.shape) if box is None else box
     out = _room(tensor, box.shape)
-    return out, run(list(tensor.jobs(box, out)), tensor.readers)
+    return out, _run(tensor, tensor.jobs(box, out))
+
+
+def _run(tensor: StoredTensor, jobs: Iterable[Job]) -> int:
+    try:
+        return run(list(jobs), tensor.readers)
+    except MemoryError as e:
+        raise out_of_memory(f"key {tensor.name!r}", e) from None
 
 
 def _room(tensor: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
@@ -397,7 +407,7 @@ def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
     out = _room(tensor, shape)
     own = getattr(tensor, "picks", None)
     jobs = _windowed(tensor, picks, out) if own is None else own(picks, out)
-    run(list(jobs), tensor.readers)
+    _run(tensor, jobs)
     return out
 
 

@@ -12,7 +12,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from ..base import names
 from ..base.waiting import begin
 from ..stores import store as stores
-from .local_zarr import whole
+from .local_zarr import Keys
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class PlaceStore(ReadOnlyStore):
     def __init__(self, root: str) -> None:
         super().__init__(read_only=True)
         self._root = root
-        self.absent: set[str] = set()  # keys that were asked for and are not there
+        self.keys = Keys()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlaceStore) and other._root == self._root
@@ -77,10 +77,7 @@ class PlaceStore(ReadOnlyStore):
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         data = await awaited(lambda: self._read(key, byte_range))
-        if data is None:
-            self.absent.add(key)
-            return None
-        return whole(key, prototype.buffer.from_bytes(data), byte_range)
+        return self.keys.whole(key, None if data is None else prototype.buffer.from_bytes(data), byte_range)
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         store = stores.at(self._root)

@@ -21,11 +21,11 @@ from ...arrays.core.errors import (
     CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    OutOfMemory,
     StoreError,
 )
-from ..base import names, strict_json
+from ..base import names
 from ..base.locations import SCHEMES
+from ..base.scratch import out_of_memory
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.manifest import FILE
@@ -77,24 +77,37 @@ def of_array(root: str, node: str, array: Any, verify: bool = True) -> ZarrTenso
     ours = at_folder(stores.join(root, node) if node else root, verify) if like_ours else None
     if isinstance(ours, DualTensor):
         return ours
-    old = getattr(array.metadata, "dimension_separator", ".")
-    encoding = ("v2", old) if form is None else (str(form.name), form.separator)
-    dtype = np.dtype(array.dtype)
-    if form is None and dtype.kind == "u":
-        from .local_zarr import extension
-
-        dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
-    own = array.attrs.get(GROUP_ATTRIBUTE)
-    if dtype.kind == "u" and isinstance(own, dict) and own.get("dtype") in EXTENSIONS:
-        true = by_name(own["dtype"])  # bits, see ``array_metadata``
-        dtype = true if true.itemsize == dtype.itemsize else dtype
     if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
         raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     key = node or root_key(root)
-    of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
+    dtype = dtypes.of_reader(_dtype(array), f"{root}: key {node!r}")
     held, dims = _given(array)
-    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, ours is not None, attributes=held, dims=dims)
+    return ZarrTensor(
+        root, key, node, shape, dtype, chunk, _encoding(array), ours is not None, attributes=held, dims=dims
+    )
+
+
+def _encoding(array: Any) -> tuple[str, str]:
+    form = getattr(array.metadata, "chunk_key_encoding", None)
+    old = getattr(array.metadata, "dimension_separator", ".")
+    return ("v2", old) if form is None else (str(form.name), form.separator)
+
+
+def _dtype(array: Any) -> np.dtype:
+    """The dtype of an array, also where zarr-python knows its bits alone."""
+    dtype = np.dtype(array.dtype)
+    if (keys := getattr(array.store_path.store, "keys", None)) is not None:
+        dtype = keys.said.get(f"{array.store_path.path}/.zarray".lstrip("/"), dtype)
+    own = array.attrs.get(GROUP_ATTRIBUTE)
+    if dtype.kind == "u" and isinstance(own, dict) and own.get("dtype") in EXTENSIONS:
+        true = by_name(own["dtype"])  # bits, see ``array_metadata``
+        dtype = true if true.itemsize == dtype.itemsize else dtype
+    return dtype
+
+
+def _shown(shape: Any, chunk: Any, dtype: Any, encoding: Any) -> str:
+    return f"{dtype}{list(shape)} in chunks of {list(chunk)} named {encoding[0]} {encoding[1]!r}"
 
 
 def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
@@ -125,7 +138,11 @@ def open_array(root: str, node: str) -> ZarrTensor | DualTensor:
     except (StoreError, CheckpointDTypeError):
         raise
     except Exception as e:
-        raise refused(f"{root}: zarr cannot open key {node!r}: {e}") from e
+        raise refused(f"{root}: zarr cannot open key {node!r}: {reason(e)}") from e
+
+
+def reason(e: Exception) -> str:
+    return f"its metadata lack {e}" if isinstance(e, KeyError) else str(e)
 
 
 def refused(text: str) -> CheckpointError:
@@ -265,7 +282,16 @@ class ZarrTensor(GridTensor):
         from .zarr_bounds import bound
 
         store, node = zarr_place(self.root, self.node)
-        return bound(zarr.open_array(store, path=node, mode="r"))
+        array = zarr.open_array(store, path=node, mode="r")
+        dtype = _dtype(array)
+        own = (array.shape, array.shards or array.chunks, dtype.newbyteorder("="), _encoding(array))
+        if own != (mine := (self.shape, self.chunk, self.dtype, self.encoding)):
+            raise CorruptCheckpoint(
+                f"{self.root}: key {self.name!r} was opened as {_shown(*mine)}, and its own metadata say "
+                f"{_shown(*own)}: consolidated metadata are stale, or a writer is at work; zarr.consolidate_metadata "
+                "renews them"
+            )
+        return bound(array)
 
     def kept(self) -> ZarrTensor:
         """A copy for many reads, whose metadata is read once."""
@@ -305,10 +331,12 @@ class ZarrTensor(GridTensor):
         except (StoreError, CheckpointReplaced):  # nothing is wrong with the file
             raise
         except MemoryError as e:  # nor here
-            raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
+            raise out_of_memory(f"{self.root}: key {self.name!r}", e) from None
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
             self._compare(pinned, files)
+            if isinstance(e, CheckpointError):
+                raise
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
         self._compare(pinned, files)
         self._missed(array.store_path)
@@ -322,10 +350,10 @@ class ZarrTensor(GridTensor):
     def _missed(self, place: Any) -> None:
         """Tell of the chunks that reads of this array have asked for in vain."""
         start, form = f"{place.path}/" if place.path else "", self._form()
-        mine = {k: k.removeprefix(start) for k in list(place.store.absent) if k.startswith(start)}
+        mine = {k: k.removeprefix(start) for k in list(place.store.keys.absent) if k.startswith(start)}
         mine = {k: name for k, name in mine.items() if form.fullmatch(name)}
         # (Other arrays of the group may be being read by other threads, which tell of theirs.)
-        place.store.absent.difference_update(mine)
+        place.store.keys.absent.difference_update(mine)
         missed = sorted(mine.values())
         self.absent.update(missed[: _SHOWN - len(self.absent)])
         self._tell(missed[:_SHOWN], len(missed))

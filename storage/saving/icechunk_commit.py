@@ -72,7 +72,7 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         attributes = kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)}
         call(lambda: group.update_attributes(attributes), "a write of attributes")
     except ice.IcechunkError as e:
-        raise StoreError(f"{target}: icechunk could not write: {icechunk_store.first_line(e)}") from None
+        raise icechunk_store.refused(target, "could not write", e) from None
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
     told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
@@ -100,7 +100,7 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
                 "save is there: save again"
             ) from None
         if not made:
-            raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
+            raise icechunk_store.refused(target, "could not commit", e) from None
     return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -27,7 +26,7 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
 from .dual import is_dual
-from .rebase import copies, release
+from .rebase import release, taken_out
 from .save import SaveReport, save, save_async
 
 
@@ -357,7 +356,7 @@ class CheckpointManager:
         ([10], '10')
         """
         self.wait()
-        with locked(self.directory):
+        with atomic_directory.writing(self.path(step), done="deleted"), locked(self.directory):
             self._delete(step)
         self._branch = None  # its newest step may be another now
 
@@ -527,13 +526,5 @@ class CheckpointManager:
         kept |= milestones
         kept |= {c.base_path for c in complete if c.path in kept and c.base_path is not None}
         for c in sorted(complete, key=lambda c: c.base is None):  # no delta outlives its base
-            if c.path in kept:
-                continue
-            # Another process may rotate the same directory, and a full deletion can wait for the next start.
-            with contextlib.suppress(OSError):
-                if strangers := contents.beside(c.path):
-                    warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
-                elif c.base is None and (needing := copies(c.path)):
-                    warnings.warn(f"kept {c.path}: {needing[0]} is a delta from it", stacklevel=2)
-                elif still_held(self.directory):
-                    protocol_of(c.path).discard(c.path)
+            if c.path not in kept and (why := taken_out(c, self.directory)):
+                warnings.warn(why, stacklevel=2)

@@ -10,6 +10,7 @@ from ...arrays.core.blocks import Box
 from ..base import activity, names, strict_json
 from ..checkpoint.numbered import Numbered
 from ..commit import contents
+from ..commit.anchor_lock import still_held
 from ..commit.protocol import protocol_of
 from ..format import manifest
 from ..format.compression import compression_of
@@ -18,6 +19,7 @@ from ..loading.open import open_checkpoint
 from ..readers.tensor import read_into
 from ..readers.windowed import WindowedBlock
 from ..stores import atomic_directory, store
+from ..stores.contract import failed
 from . import packs, sharing
 from .finalize import finish_directory
 from .items import DeltaBase, SaveItem, tasks_of
@@ -98,3 +100,19 @@ def copies(path: str) -> list[str]:
     """The folders with deltas from a plain checkpoint, which nobody could read without it."""
     held = manifest.read(path)
     return [] if held is None or held.base is not None else contents.deltas_from(path, held.identity)
+
+
+def taken_out(c: Numbered, directory: str) -> str:
+    """Delete a checkpoint that rotation takes, in a folder that is locked; returns why it stays, where it does."""
+    try:
+        if strangers := contents.beside(c.path):
+            return f"kept {c.path}, which holds {strangers[0]}: no manifest lists it"
+        if c.base is None and (needing := copies(c.path)):
+            return f"kept {c.path}: {needing[0]} is a delta from it"
+        if still_held(directory):
+            protocol_of(c.path).discard(c.path)
+    except FileNotFoundError:
+        pass  # another process rotates the same directory
+    except OSError as e:  # no error of the save, which is complete
+        return str(failed(e, f"rotation cannot remove {e.filename or c.path}"))
+    return ""

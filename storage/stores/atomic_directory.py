@@ -156,9 +156,15 @@ def make_parents(target: str) -> None:
         active().fsync_dir(os.path.dirname(folder))  # a checkpoint is as durable as the folders on the way to it
 
 
+def _shown(path: str) -> str:
+    """A path without the names beside a target, of which the user knows nothing."""
+    return os.sep.join(m["name"] if (m := KINDS.match(name)) else name for name in path.split(os.sep))
+
+
 @contextlib.contextmanager
-def writing(target: str, needs: str = "more room") -> Iterator[None]:
-    """Errors of the file system while ``target`` is written, as `StorageFull` or `StoreError` that names it."""
+def writing(target: str, needs: str = "more room", done: str = "written") -> Iterator[None]:
+    """Errors of the file system while ``target`` is written, or what is ``done`` to it, as `StorageFull` or
+    `StoreError` that names it."""
     try:
         yield
     except MeshtapeError:
@@ -167,13 +173,12 @@ def writing(target: str, needs: str = "more room") -> Iterator[None]:
         # An error without a number, or of a connection, came from a cluster or a pipe, not from a disk.
         if e.errno is None or is_url(target) or isinstance(e, (ConnectionError, TimeoutError)):
             raise
-        where, name = os.path.split(os.path.abspath(target))
-        if m := KINDS.match(name):  # a name beside it, of which the user knows nothing
-            target = os.path.join(where, m["name"])
+        target = _shown(target)
+        where = os.path.dirname(os.path.abspath(target))
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"{target} needs {needs}; {where} filled up while it was written: {e.strerror}") from e
+            raise StorageFull(f"{target} needs {needs}; {where} filled up while it was {done}: {e.strerror}") from e
         beside = "" if e.filename is None or e.filename == target else f" ({os.fsdecode(e.filename)})"
-        raise failed(e, f"{target} cannot be written{beside}") from e
+        raise failed(e, f"{target} cannot be {done}{beside}") from e
 
 
 @contextlib.contextmanager
@@ -189,9 +194,10 @@ def room_for(nbytes: int, target: str) -> Iterator[None]:
 def check_space(nbytes: int, target: str) -> None:
     """Raise `StorageFull` where ``nbytes`` do not fit beside a local target."""
     parent = os.path.dirname(os.path.abspath(target))
+    target = _shown(target)
     free = active().free_bytes(parent)
     if free < nbytes:
-        raise StorageFull(f"{target} needs {nbytes} bytes, {parent} has {free} free")
+        raise StorageFull(f"{target} needs {nbytes} bytes, {_shown(parent)} has {free} free")
 
 
 class Folder:

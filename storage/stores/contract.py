@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,11 @@ from ..base.threads import UPLOADS, in_threads
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_CURES = {
+    errno.EXDEV: " (on overlayfs no folder of a lower layer, as of a container's image, can be renamed: choose another "
+    "place, or put a copy of it in its place first)",
+    errno.EBUSY: " (it is a mount point, or in use: unmount it, or choose another place)",
+}
 LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
 SHORT = 64 << 10  # bytes of it that are asked for before its length is known
 
@@ -154,7 +160,8 @@ def failed(error: OSError, what: str) -> StoreError:
     >>> str(failed(PermissionError(13, "Permission denied", "/x"), "/x cannot be read"))
     '/x cannot be read: Permission denied'
     """
-    out = StoreError(f"{what}: {error.strerror or error}")
+    cure = _CURES.get(error.errno or 0, "")
+    out = StoreError(f"{what}: {error.strerror or error}{cure}")
     out.errno = error.errno
     return out
 

@@ -12,6 +12,7 @@ from the servers that the location or this environment says, never from one of t
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -24,7 +25,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
 
-from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StoreError
+from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StorageFull, StoreError
 from ..base import waiting
 from ..base.locations import is_url, join
 from ..base.waiting import uninterrupted
@@ -40,6 +41,7 @@ _OPTIONS = ("endpoint", "region", "anonymous", "requester_pays", "virtual_hosted
 _WAIT = 120.0  # seconds for which another commit to a local repository may take
 _LONG = 256 << 20  # bytes for whose time a collection or a count may take: icechunk does not say how far it is
 VIRTUAL = ";virtual_chunks="  # behind PLACE: URLs between commas, quoted
+_FOLDERS = ("snapshots", "manifests", "chunks", "refs", "transactions", "overwritten")  # of a repository
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
 
@@ -120,6 +122,9 @@ def _repository(place: str, create: bool, surroundings: str) -> Any:
         if not is_url(place):
             if not create and not os.path.isdir(place):  # icechunk would make it
                 raise NotACheckpoint(f"{place} is no icechunk repository")
+            for folder in (place, *(join(place, n) for n in _FOLDERS)):  # of which icechunk says that they are empty
+                if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+                    raise StoreError(f"{folder} cannot be read: {os.strerror(errno.EACCES)}")
             storage = ice.local_filesystem_storage(place)
         elif place.startswith("s3://"):
             bucket, prefix, settings = _s3(place)
@@ -133,7 +138,7 @@ def _repository(place: str, create: bool, surroundings: str) -> Any:
             raise NotACheckpoint(f"{place} is no icechunk repository")
         return ice.Repository.open(storage, **_virtual(ice, unquote(virtual)) if virtual else {})
     except ice.IcechunkError as e:
-        raise StoreError(f"{place}: icechunk cannot open it: {first_line(e)}") from None
+        raise refused(place, "cannot open it", e) from None
 
 
 def _s3(url: str) -> tuple[str, str, dict[str, Any]]:
@@ -181,13 +186,20 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def refused(root: str, what: str, error: Exception) -> StorageFull | StoreError:
+    """The error for what icechunk did not do; `StorageFull` where a disk is full, of which icechunk gives a text."""
+    full = any(f"(os error {n})" in str(error) for n in (errno.ENOSPC, errno.EDQUOT))
+    cure = "; storage.gc frees what was written in vain, a day later or by older_than=" if full else ""
+    return (StorageFull if full else StoreError)(f"{root}: icechunk {what}: {first_line(error)}{cure}")
+
+
 @contextlib.contextmanager
 def asked(root: str, what: str = "its history") -> Iterator[None]:
     """Errors of icechunk as `StoreError`."""
     try:
         yield
     except package().IcechunkError as e:
-        raise StoreError(f"{root}: icechunk cannot read {what}: {first_line(e)}") from None
+        raise refused(root, f"cannot read {what}", e) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +285,8 @@ def pinned(root: str) -> str:
 @lru_cache(maxsize=64)
 def _snapshot(place: str, snapshot: str) -> Any:
     """Zarr's store of a snapshot, which stays as it is."""
-    return repository(place).readonly_session(snapshot_id=snapshot).store
+    with asked(place, f"snapshot {snapshot}"):
+        return repository(place).readonly_session(snapshot_id=snapshot).store
 
 
 def virtual_files(root: str) -> list[str]:

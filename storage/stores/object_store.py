@@ -46,6 +46,7 @@ _REQUEST = 8 << 20  # bytes of one download
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|computeMetadata|metadata/identity|169\.254\.169\.254")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CREDENTIAL")
+_VERSION = " bytes, version "
 _STREAMED = 64 << 20  # of a server without ranges: bytes that are skipped at most
 _clients: dict[Any, Any] = {}
 _rangeless: set[str] = set()  # servers that have answered a request for a range with the whole
@@ -234,6 +235,12 @@ def _fetched(work: Callable[[], T], where: str, asked: str = "its length", nbyte
         raise CheckpointReplaced(f"{where} was replaced while it was read; open it again") from None
 
 
+def _tag(meta: Any) -> str:
+    # Servers call the tag of an answer weak that they pack on its way; the object is the same.
+    version = str(meta.get("e_tag") or meta["last_modified"]).removeprefix("W/")
+    return f"{meta['size']}{_VERSION}{version}"
+
+
 class _ObjectReader(Reader):
     __slots__ = ("_client", "_key", "_nbytes", "_tag", "_where")
 
@@ -278,9 +285,7 @@ class _ObjectReader(Reader):
     def _seen(self, meta: Any) -> int:
         """Remember version and length of the object from an answer; returns the length. All reads are of one
         version."""
-        # Servers call the tag of an answer weak that they pack on its way; the object is the same.
-        version = str(meta.get("e_tag") or meta["last_modified"]).removeprefix("W/")
-        tag = f"{meta['size']} bytes, version {version}"
+        tag = _tag(meta)
         if not self._tag:
             recorded(self._where, self)
             self._tag, self._nbytes = tag, int(meta["size"])
@@ -404,7 +409,7 @@ class ObjectStore(Store):
     def version(self, entry: StoredObjectInfo) -> dict[str, str]:
         """The version of the present object, for `replace`."""
         if not self.root.startswith("gs:"):
-            return {"e_tag": entry.tag}
+            return {"e_tag": entry.tag.rpartition(_VERSION)[2]}
         # Google compares generations, of which its lists say nothing.
         held, key, where = self._at(entry.name)
         meta = repeated(lambda: _obstore().head(held, key), where, "its version")
@@ -502,7 +507,7 @@ class ObjectStore(Store):
 
         self._refuse_lists()
         found = [
-            StoredObjectInfo(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
+            StoredObjectInfo(m["path"][strip:], m["size"], m["last_modified"].timestamp(), _tag(m))
             for m in repeated(once, where, "a list of its names")
         ]
         return iter(sorted(found, key=lambda e: e.name))

@@ -20,7 +20,7 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists
 from ..base.locations import READ_ONLY, SCHEMES, URL, is_url, split
 from ..base.locations import join as join
 from . import icechunk_store, url_options
-from .contract import Store
+from .contract import Store, failed
 from .fsspec_store import FsspecStore, is_known
 from .local import LocalStore
 from .object_store import ObjectStore
@@ -28,6 +28,13 @@ from .object_store import ObjectStore
 _LONGEST = 4095  # characters: no system opens a longer path
 _ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _NAMED_BEFORE_AT = ("abfs", "abfss", "github")  # container@account, organisation:repository@branch: no users
+
+
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as e:  # of the working directory, which may be gone
+        raise failed(e, f"{path!r} leads nowhere, as the working directory is gone; give an absolute path") from None
 
 
 def location(path: str | os.PathLike[str]) -> str:
@@ -52,7 +59,7 @@ def location(path: str | os.PathLike[str]) -> str:
     if found is None:
         if re.match(r"[a-z0-9]+::([a-z0-9]+::)*[a-z0-9]+://", text):
             raise CheckpointError("chained URLs (a::b://…) are not opened; name the place itself")
-        return os.path.abspath(text)
+        return _absolute(text)
     scheme = found[1].lower()
     if scheme == icechunk_store.SCHEME:
         place, _, ref = found[2].rpartition("@") if "@" in found[2] else (found[2], "", "main")
@@ -62,7 +69,7 @@ def location(path: str | os.PathLike[str]) -> str:
         return f"{scheme}://{location(place)}{icechunk_store.allowing(unquote(virtual))}@{ref.rstrip('/')}"
     scheme = _ALIASES.get(scheme, scheme)
     if scheme in ("file", "local"):
-        return os.path.abspath(unquote(urlsplit(text).path))
+        return _absolute(unquote(urlsplit(text).path))
     if scheme not in SCHEMES and not is_known(scheme):
         raise CheckpointError(
             f"{scheme}:// is not a kind of storage; known are {', '.join(f'{s}://' for s in SCHEMES)}, "
@@ -190,6 +197,8 @@ def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
         lost = [f for f in files if f not in held and not os.path.exists(f"{root}{os.sep}{f}")]
+        # What may not be looked at is an error, and not missing.
+        lost = [f for f, tag in zip(lost, at(root).tags(lost), strict=True) if tag is None]
         held.update(files if not lost else set(files) - set(lost))
         return lost
     store = at(root)

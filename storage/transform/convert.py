@@ -17,6 +17,7 @@ from ...arrays.core.formatting import some
 from ..base import activity, names
 from ..base.arguments import check_positive
 from ..base.names import leaf_name
+from ..base.scratch import out_of_memory
 from ..checkpoint.checkpoint import Checkpoint, fill, generation_of, unread
 from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
@@ -447,7 +448,11 @@ def convert(
         source, memory = generation_of(held.ckpt, target), memory_limit - held.reserved
         how = (memory, spread, overwrite, work.follow(progress), allow_overflow)
         run = upload if store.is_url(target) else transfer
-        nbytes, resumed, losses = run(Transfer(source, tensors, sink, target, *how))
+        try:
+            nbytes, resumed, losses = run(Transfer(source, tensors, sink, target, *how))
+        except MemoryError as e:
+            cure = "give a lower memory_limit= or fewer threads=; the call goes on where it stopped"
+            raise out_of_memory(f"{held.ckpt.path} on its way to {target}", e, cure) from None
     if held.unread:
         warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)}", stacklevel=3)
     return ConvertReport(

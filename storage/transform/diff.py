@@ -14,6 +14,7 @@ from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import count, some
 from ..base.arguments import check_positive
 from ..base.names import chooser, patterns_of
+from ..base.scratch import out_of_memory
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
@@ -145,7 +146,11 @@ def diff(
     limit = max(1 << 16, memory_limit // 32)
     known = dict[str, Any]()
     said = {n: attributes_apart(t, theirs[n], known) for n, t in ours.items() if n in left.arrays and n in right.arrays}
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), list(said))
+    try:
+        found = in_threads(lambda n: _compare(n, ours[n], theirs[n], said[n], limit, values), list(said))
+    except MemoryError as e:
+        sides = f"{left.ckpt.path} beside {right.ckpt.path}"
+        raise out_of_memory(sides, e, "give a lower memory_limit=") from None
     others = [n for n in ours if n in theirs and n not in said]
     return DiffReport(
         left.ckpt.path,

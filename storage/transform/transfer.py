@@ -46,6 +46,8 @@ def _journal(part: str) -> Iterator[int]:
     path = os.path.join(part, JOURNAL)
     for _ in range(10):
         try:
+            if os.path.lexists(part) and not os.path.isdir(part):
+                raise CheckpointExists(f"{part} is in the way: it is no directory; move it elsewhere")
             if not os.path.isdir(part):
                 fs.mkdir(part)
             # Listed first: another process may make its journal just now.

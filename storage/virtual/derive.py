@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, NotACheckpoint
+from ...arrays.core.formatting import some
 from ..base import strict_json
 from ..base.names import patterns_of
-from ..checkpoint import branches
+from ..checkpoint import branches, numbered
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..loading import runs
@@ -197,7 +198,12 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
     line = {s.step: s.path for s in branches.current(directory, found).line(found)}
     wanted = sorted(line if steps is None else set(map(ex.index, steps)))
     if not line:
-        raise CheckpointKeyError(f"{directory} is no run with numbered checkpoints; give one, or a list of checkpoints")
+        there = store.at(directory)
+        named = list(filter(numbered.series, there.folders() if there.lists else []))
+        told = f", which {some(named, 3)} are not" if named else ""
+        raise CheckpointKeyError(
+            f"{directory} is no run: it holds no steps of a CheckpointManager{told}; give one, or a list of checkpoints"
+        )
     if lost := [s for s in wanted if s not in line]:
         raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20]}")
     return [line[s] for s in wanted]

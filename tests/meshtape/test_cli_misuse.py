@@ -213,6 +213,42 @@ def test_pipes_full_disks_and_terminals_without_our_characters(held: Path) -> No
         assert b"No space left on device" in others[1][1]
 
 
+def _closing(*streams: int) -> Any:
+    """As ``>&-`` of a shell does, before the command begins."""
+    return lambda: [os.close(n) for n in streams]
+
+
+def test_closed_streams_and_full_disks(held: Path, tmp_path: Path) -> None:
+    """The work is done, without a traceback; where the output has no room, one line says so."""
+    at = str(held / ODD)
+    works = [
+        ("ls", at),
+        ("ls", at, "--json"),
+        ("tree", at),
+        ("merge", at, str(tmp_path / "out")),
+        ("merge", at, str(tmp_path / "quiet"), "--json"),
+        ("--help",),
+    ]
+    running = [meshtape(*w, preexec_fn=_closing(1), stderr=subprocess.PIPE) for w in works]
+    for p in running:
+        err = p.communicate(timeout=200)[1]
+        assert (p.returncode, b"Error" in err) == (0, False), err
+    for made in ("out", "quiet"):
+        found = mt.storage.diff(at, tmp_path / made)
+        assert (found.equal, found.arrays) == (2, [])
+    silent = meshtape("ls", at, preexec_fn=_closing(2), stdout=subprocess.PIPE)
+    assert b"w" in silent.communicate(timeout=200)[0]
+    assert silent.returncode == 0
+    lost = meshtape("ls", str(tmp_path / "nothing"), preexec_fn=_closing(0, 1, 2))
+    assert lost.wait(200) == 1
+    if Path("/dev/full").exists():
+        for args in (("--help",), ("--version",), ("ls", "--help")):
+            with Path("/dev/full").open("wb") as full:
+                p = meshtape(*args, stdout=full, stderr=subprocess.PIPE)
+            assert p.communicate(timeout=200)[1] == b"Error: No space left on device\n"
+            assert p.returncode == 1
+
+
 class _Halting(http.server.ThreadingHTTPServer):
     """Serves files; the request ``stop_at`` for a file's bytes waits until it is told to go on."""
 

@@ -333,6 +333,26 @@ READS = {
 }
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_zarr_group_whose_consolidated_metadata_are_stale(odd, tmp_path, version):
+    """They alone say which arrays there are; of each its own metadata are read, and compared."""
+    import zarr
+
+    group = zarr.open_group(f"{odd.root}/z", mode="w", zarr_format=version)
+    group.create_array("x", data=np.arange(6, dtype="i4"))
+    group.create_array("y", data=np.arange(6, dtype="i4"))
+    zarr.consolidate_metadata(f"{odd.root}/z", zarr_format=version)
+    group = zarr.open_group(f"{odd.root}/z", mode="r+", use_consolidated=False)
+    group.create_array("x", data=np.arange(6, dtype="f4") / 2, overwrite=True)
+    assert np.asarray(mt.open_checkpoint(f"{odd.url}/z")["y"]).tolist() == list(range(6))
+    told = r"'x' was opened as int32\[6\].*own metadata say float32\[6\].*zarr\.consolidate_metadata"
+    for read in (mt.load, lambda url: mt.open_checkpoint(url)["x"][:2], lambda url: mt.merge(url, tmp_path / "out")):
+        with pytest.raises(errors.CorruptCheckpoint, match=told):
+            read(f"{odd.url}/z")
+    zarr.consolidate_metadata(f"{odd.root}/z", zarr_format=version)
+    assert np.asarray(mt.load(f"{odd.url}/z")["x"]).tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+
+
 def _group(store):
     import zarr
 

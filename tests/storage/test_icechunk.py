@@ -43,6 +43,7 @@ from meshtape.storage import (
 )
 from meshtape.storage.browse.model.layout import chunk_map
 from meshtape.storage.foreign import icechunk
+from meshtape.storage.saving import icechunk_commit
 from meshtape.storage.stores import icechunk_store, store
 
 
@@ -794,3 +795,37 @@ def test_a_read_makes_no_folder(ice, tmp_path):
     with pytest.raises(mt.errors.NotACheckpoint, match="no icechunk repository"):
         mt.load(f"icechunk://{tmp_path / 'none'}")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_storage_full(ice, tmp_path, monkeypatch):
+    """Icechunk gives the system's error as a text alone."""
+    url = f"icechunk://{tmp_path}/repo"
+    mt.save(url, {"w": np.ones(3)})
+
+    def full(*_):
+        raise ice.IcechunkError("Unable to copy data to file: No space left on device (os error 28)")
+
+    monkeypatch.setattr(icechunk_commit, "_write", full)
+    with pytest.raises(errors.StorageFull, match=r"could not write: .*No space left on device.*storage\.gc"):
+        mt.save(url, {"w": np.zeros(3)})
+    assert mt.load(url)["w"].tolist() == [1.0] * 3
+
+
+def test_folders_of_a_repository_that_may_not_be_read(ice, tmp_path, monkeypatch):
+    """Icechunk takes them for empty, and says that a snapshot is not there."""
+    mt.save(f"icechunk://{tmp_path}/repo", {"w": np.ones(3)})
+    icechunk_store.forget()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda p, mode: os.path.basename(p) != "snapshots" and access(p, mode))
+    for where in (f"icechunk://{tmp_path}/repo", tmp_path / "repo"):
+        with pytest.raises(errors.StoreError, match=r"repo/snapshots cannot be read: Permission denied"):
+            mt.load(where)
+
+
+def test_a_snapshot_that_is_lost_is_typed(ice, tmp_path):
+    mt.save(f"icechunk://{tmp_path}/repo", {"w": np.ones(3)})
+    icechunk_store.forget()
+    shutil.rmtree(tmp_path / "repo" / "snapshots")
+    (tmp_path / "repo" / "snapshots").mkdir()
+    with pytest.raises(errors.StoreError, match=r"icechunk cannot read snapshot \w+: .*not found"):
+        mt.load(f"icechunk://{tmp_path}/repo")

@@ -10,7 +10,7 @@ import pytest
 from forked import Forked
 
 from meshtape import errors
-from meshtape.storage import CheckpointManager, load, save
+from meshtape.storage import CheckpointManager, load, save, usage
 from meshtape.storage.format import manifest
 from meshtape.storage.stores.filesystem import Files, using
 
@@ -265,3 +265,72 @@ def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(tmp_path, monkeyp
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(errors.StoreError, match="cannot be listed: Too many open files"):
         manager.steps()
+
+
+class Unmoved(Files):
+    """A disk on which no folder of a checkpoint can be renamed."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def rename(self, source, target):
+        if ".tmp-" not in source and ".part" not in source:
+            raise OSError(self.number, os.strerror(self.number), source)
+        super().rename(source, target)
+
+    def exchange(self, a, b):
+        raise OSError(self.number, os.strerror(self.number), a)
+
+
+KINDS = [errno.EXDEV, errno.EBUSY, errno.EROFS, errno.EACCES, errno.EPERM]
+CURES = {errno.EXDEV: "overlayfs", errno.EBUSY: "mount point"}
+
+
+@pytest.mark.parametrize("number", KINDS)
+def test_rotation_says_that_a_step_cannot_be_removed(tmp_path, number):
+    filled(tmp_path / "run", [1, 2])
+    manager = CheckpointManager(tmp_path / "run", keep=1)
+    with using(Unmoved(number)), pytest.warns(UserWarning, match="rotation cannot remove") as told:
+        manager.save(3, {"w": np.zeros(2)})
+    said = [str(w.message) for w in told]
+    assert len(said) == 2
+    for step, text in zip((1, 2), said, strict=True):
+        assert str(tmp_path / "run" / f"step-0000000{step}") in text
+        assert os.strerror(number) in text
+        assert CURES.get(number, "") in text
+    assert manager.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", KINDS)
+@pytest.mark.parametrize("anchor_every", [None, 3])
+def test_a_deletion_that_the_system_refuses_is_typed_and_leaves_all(tmp_path, number, anchor_every):
+    rows = np.arange(99_999, dtype="f4")
+    manager = CheckpointManager(tmp_path / "run", keep=None, anchor_every=anchor_every)
+    for step in (1, 2, 3):
+        manager.save(step, {"w": rows * np.float32(1 + step * 1e-6)})
+    told = rf"step-00000001 cannot be deleted.*{os.strerror(number)}.*{CURES.get(number, '')}"
+    if anchor_every:  # the delta is written anew first
+        told = rf"step-00000002 cannot be written.*{os.strerror(number)}.*{CURES.get(number, '')}"
+    with using(Unmoved(number)), pytest.raises(errors.StoreError, match=told):
+        manager.delete(1)
+    assert sorted(os.listdir(tmp_path / "run")) == [f"step-0000000{n}" for n in (1, 2, 3)]
+    for step in (1, 2, 3):
+        np.testing.assert_array_equal(manager.restore(step)["w"], rows * np.float32(1 + step * 1e-6))
+
+
+def test_a_run_that_may_not_be_listed_is_typed(tmp_path, monkeypatch):
+    manager, scandir, opened = filled(tmp_path / "run", [1, 2]), os.scandir, os.open
+
+    def refused(open_it):
+        def one(path, *more, **named):
+            if str(path) == str(tmp_path / "run"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return open_it(path, *more, **named)
+
+        return one
+
+    for name, made in (("scandir", scandir), ("open", opened), ("listdir", os.listdir)):
+        monkeypatch.setattr(os, name, refused(made))
+    for use in (manager.steps, lambda: manager.delete(1), lambda: usage(tmp_path / "run")):
+        with pytest.raises(errors.StoreError, match=r"run cannot be (listed|locked).*Permission denied"):
+            use()

@@ -1,6 +1,7 @@
 """``overwrite=True`` replaces what a manifest or an index lists: documents stay, and for the sake of anything else the
 place is refused."""
 
+import errno
 import os
 import shutil
 
@@ -11,6 +12,7 @@ import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import CheckpointManager, load, merge, save, save_safetensors
 from meshtape.storage.stores import store
+from meshtape.storage.stores.filesystem import Files, using
 
 OLD, NEW = {"w": np.full((4, 4), 1.0, "f4")}, {"w": np.full((4, 4), 2.0, "f4")}
 
@@ -291,3 +293,44 @@ def test_a_place_that_is_refused_anyway_is_not_said_to_need_overwrite(tmp_path):
                 assert "pass overwrite" not in str(told.value)
         with pytest.raises(errors.StoreError, match=rf"f/deep/x cannot be written \({tmp_path}/f\): Not a directory"):
             act(tmp_path / "f" / "deep" / "x")
+
+
+class Lower(Files):
+    """Overlayfs, where a folder of a lower layer is to be replaced."""
+
+    def exchange(self, a, b):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), a)
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_folder_that_cannot_be_moved_is_refused_and_nothing_is_left(tmp_path, how):
+    fill, replace, value = WRITERS[how]
+    place = os.fspath(tmp_path)
+    source(place)
+    at = f"{place}/x"
+    fill(at, place)
+    held = sorted(os.listdir(place))
+    with using(Lower()), pytest.raises(errors.StoreError, match=r"x cannot be written.*overlayfs.*another place"):
+        replace(at, place)
+    assert (value(at), sorted(os.listdir(place))) == (1.0, held)
+
+
+@pytest.mark.parametrize("how", ["link", "mount point"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_links_and_mount_points_are_named_as_such(tmp_path, monkeypatch, how, overwrite):
+    save(tmp_path / "real", OLD)
+    save(tmp_path / "source", NEW)
+    at, told = tmp_path / "real", "is a mount point, which cannot be replaced"
+    if how == "link":
+        at, told = tmp_path / "link", "is a link to real, and only directories are replaced"
+        at.symlink_to("real")
+    else:
+        monkeypatch.setattr(os.path, "ismount", lambda p: os.fspath(p) == str(at))
+    for write in (
+        lambda: save(at, NEW, overwrite=overwrite),
+        lambda: merge(tmp_path / "source", at, overwrite=overwrite),
+    ):
+        with pytest.raises(errors.CheckpointExists, match=told):
+            write()
+    assert VALUE(at) == 1.0
+    assert sorted(os.listdir(tmp_path)) == sorted({"real", "source", at.name})

@@ -1,6 +1,7 @@
 """`serve`: checkpoints of any kind over HTTP, as safetensors and as Zarr v3."""
 
 import contextlib
+import errno
 import http.client
 import itertools
 import json
@@ -747,3 +748,51 @@ def test_names_in_the_lists_of_folders_are_those_of_arrays(tmp_path):
         assert set(listed) == {n.replace("%", "%25").replace(":", "%3A") for n in names}
         for to in listed:
             assert ask(server.url + "zarr/" + quote(unquote(to)) + "/zarr.json")[0] == 200
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_descriptors_connections_wait_and_silent_ones_are_closed(tmp_path, monkeypatch, caplog, number):
+    """Each turn of the loop tried again, with a traceback; here every request that an open connection makes is some."""
+    mt.save(tmp_path / "c", {"w": np.ones(3)})
+    accept, tried = socket.socket.accept, []
+
+    def short(sock):
+        tried.append(sock)
+        raise OSError(number, os.strerror(number))
+
+    def connect():
+        held = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        held.connect()
+        return contextlib.closing(held)
+
+    def answers(held):
+        held.request("GET", "/")
+        with held.getresponse() as response:
+            response.read()
+        return response.status == 200
+
+    monkeypatch.setattr(half_closed, "PAUSE", 3600)
+    with mt.storage.serve(tmp_path / "c") as server, connect() as busy, connect() as silent:
+        assert answers(busy)
+        assert answers(silent)
+        monkeypatch.setattr(socket.socket, "accept", short)
+        with connect():
+            while not tried:
+                assert answers(busy)
+            for _ in range(50):
+                assert answers(busy)
+        assert len(tried) == 1
+        assert [r.message for r in caplog.records] == [
+            f"{os.strerror(number)}: new connections wait, 0 silent ones were closed; allow more by ulimit -n"
+        ]
+    caplog.clear()
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(half_closed, "PAUSE", 0.01)
+    monkeypatch.setattr(half_closed, "IDLE", 0)
+    with mt.storage.serve(tmp_path / "c") as server, connect() as silent:
+        assert answers(silent)
+        monkeypatch.setattr(socket.socket, "accept", lambda s: accept(s) if len(tried) > 3 else short(s))
+        with connect() as later:
+            assert answers(later)
+        assert silent.sock.recv(1) == b""
+        assert len(caplog.records) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -18,6 +19,7 @@ from meshtape import errors, storage
 from meshtape.storage import CheckpointManager, Rule, Rules
 from meshtape.storage.rules import steps, value_steps
 from meshtape.storage.stores import store
+from meshtape.storage.stores.filesystem import Files, using
 
 W = np.ones((2, 3), "f4")
 
@@ -397,3 +399,69 @@ def test_a_prefix_of_two_groups_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointKeyError, match=r"prefix='x' is 'x\.' or 'x/'"):
         storage.load(tmp_path / "c", prefix="x")
     assert [list(storage.load(tmp_path / "c", prefix=p)) for p in ("x.", "x/", "y")] == [["a"], ["b"], ["z"]]
+
+
+# ----- places that are not what they seem -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])
+@pytest.mark.parametrize("how", ["merge", "convert"])
+def test_what_lies_where_an_unfinished_transfer_would_is_named(tmp_path: Path, kind: str, how: str) -> None:
+    """As a download leaves it: no other process is at work."""
+    mt.save(tmp_path / "source", {"w": W})
+    part = tmp_path / "model.part"
+    part.write_text("a download") if kind == "a file" else part.symlink_to("nothing")
+    use = {"merge": storage.merge, "convert": lambda a, b: storage.convert(a, b, format="zarr")}[how]
+    with pytest.raises(errors.CheckpointExists, match=r"model\.part is in the way: it is no directory"):
+        use(tmp_path / "source", tmp_path / "model")
+    assert os.path.lexists(part)
+
+
+def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    uses = (mt.load, lambda p: mt.save(p, {"w": W}), CheckpointManager, mt.verify, lambda p: storage.merge(p, p))
+    for use in uses:
+        with pytest.raises(errors.StoreError, match=r"'run' leads nowhere, as the working directory is gone"):
+            use("run")
+    mt.save(tmp_path / "run", {"w": W})  # an absolute one leads where it leads
+
+
+def test_steps_of_other_names_are_no_run(tmp_path: Path) -> None:
+    for step in (100, 200):
+        mt.save(tmp_path / f"step-{step}", {"w": W}, step=step)
+    told = "no steps of a CheckpointManager, which step-100, step-200 are not; .*a list of checkpoints"
+    with pytest.raises(errors.CheckpointKeyError, match=told):
+        storage.virtual.mean(tmp_path)
+
+
+def test_a_file_that_may_not_be_looked_at_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mt.save(tmp_path / "c", {"w": W}, pack=False)
+    stat = os.stat
+
+    def refused(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("c.0.0"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, *more, **named)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(errors.StoreError, match=r"c\.0\.0 cannot be looked at: Permission denied"):
+        mt.verify(tmp_path / "c")
+
+
+@pytest.mark.parametrize("how", ["no room", "filled up"])
+def test_a_full_disk_under_an_adapter_names_the_adapter(tmp_path: Path, how: str) -> None:
+    mt.save(tmp_path / "base", {"l.weight": np.zeros((4, 4), "f4")})
+    mt.save(tmp_path / "tuned", {"l.weight": np.ones((4, 4), "f4")})
+
+    class Full(Files):
+        def free_bytes(self, path: str) -> int:
+            return 0 if how == "no room" and ".tmp-" in path else super().free_bytes(path)
+
+        def write(self, *args: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with using(Full()), pytest.raises(errors.StorageFull, match=r"adapter/adapter_model\.safetensors needs") as e:
+        storage.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "adapter", rank=1)
+    assert ".tmp-" not in str(e.value)

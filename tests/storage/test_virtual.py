@@ -470,7 +470,9 @@ def test_an_average_over_a_run_pins_its_steps(tmp_path):
     assert manager.steps() == [10, 20, 30, 40]
     with pytest.raises(errors.CheckpointKeyError, match=r"no step \[15\]; it has \[10, 20, 30, 40\]"):
         virtual.ema(tmp_path / "run", decay=0.5, steps=[15])
-    with pytest.raises(errors.CheckpointKeyError, match="no run with numbered checkpoints"):
+    with pytest.raises(
+        errors.CheckpointKeyError, match="is no run: it holds no steps of a CheckpointManager; give one"
+    ):
         virtual.ema(tmp_path / "nowhere", decay=0.5)
 
 

@@ -132,7 +132,9 @@ class ZarrSource(Sized):
             import zarr
 
             try:
-                node = zarr.open(self.path, mode="r")
+                # Consolidated metadata may be stale; a server has no other list of its arrays.
+                listed = None if stores.is_url(stores.location(self.path)) else False
+                node = zarr.open(self.path, mode="r", use_consolidated=listed)
             except (OSError, ValueError) as e:
                 raise DataError(f"{self.path} is no Zarr array or group: {e}") from e
             if isinstance(node, zarr.Array):

@@ -21,6 +21,7 @@ from ...loading.open import open_checkpoint
 from ...loading.runs import is_run
 from ...stores import atomic_directory
 from ...stores import store as stores
+from ...stores.contract import listed
 from ...virtual.document import is_document
 from .inventory import Inventory
 from .jobs import Jobs
@@ -156,7 +157,7 @@ class Site:
             store = stores.at(place.path)
             found = store.folders()[:_MOST_ENTRIES] if store.lists else []
             return [DirectoryEntry(n, "checkpoint", f"{place.at}/{n}") for n in found if not n.startswith(".")]
-        for name in sorted(os.listdir(place.path))[: 10 * _MOST_ENTRIES]:
+        for name in listed(place.path)[: 10 * _MOST_ENTRIES]:
             if name.startswith(".") or len(out) >= _MOST_ENTRIES:
                 continue
             path = os.path.join(place.path, name)

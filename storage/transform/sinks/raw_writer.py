@@ -17,7 +17,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CorruptCheckpoint
 from ...base.checksums import CASTAGNOLI, ZIP, combine, crc32c
-from ...base.scratch import scratch
+from ...base.scratch import out_of_memory, scratch
 from ...format import tensor_sums
 from ...format.chunk_grid import runs
 from ...readers.reading import SMALL, Job, run
@@ -107,7 +107,11 @@ def put_all(
         tally = Tally()
         sums = tallied(tally, lambda: writers[0].put(root, windows[0], tensors[0]))
         return [(sums, sum(tally.values(), CastLoss()))]
-    parts = _memory("window", windows, [t.dtype for t in tensors])
+    try:
+        parts = _memory("window", windows, [t.dtype for t in tensors])
+    except MemoryError as e:
+        cure = "its chunk is read whole; give fewer threads=, or a lower memory_limit= where its chunks are smaller"
+        raise out_of_memory(f"key {tensors[0].name!r}", e, cure) from None
     losses, jobs = [CastLoss()] * len(parts), list[Job]()
     for i, (window, tensor, part) in enumerate(zip(windows, tensors, parts, strict=True)):
         if casts(tensor):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ....arrays.core.blocks import Box
 from ...base.checksums import crc32c
-from ...base.scratch import scratch
+from ...base.scratch import out_of_memory, scratch
 from ...format.chunk_grid import windows
 from ...readers.tensor import read_into
 from ...rules.casting import making
@@ -108,7 +108,10 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     ``passing``: in memory that this thread's next window uses again.
     """
     nbytes = box.size * tensor.dtype.itemsize
-    memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
+    try:
+        memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
+    except MemoryError as e:
+        raise out_of_memory(f"key {tensor.name!r}", e, "give fewer threads=, or a lower memory_limit=") from None
     out = memory.view(tensor.dtype).reshape(box.shape)
     return making(tensor.name, lambda: read_into(tensor, box, out))[0]
 

@@ -193,6 +193,20 @@ def test_every_source_gives_the_rows_in_the_order_asked_for(kind, tmp_path):
             assert got[n].dtype == a.dtype
 
 
+def test_zarr_arrays_are_as_their_own_metadata_say(tmp_path):
+    """Consolidated metadata are older than the array, and know nothing of the other."""
+    import zarr
+
+    zarr_source(tmp_path)
+    zarr.consolidate_metadata(tmp_path / "d.zarr")
+    group = zarr.open_group(tmp_path / "d.zarr", mode="r+", use_consolidated=False)
+    n = group["y"].shape[0]
+    group.create_array("y", data=np.arange(n) / 2, overwrite=True)
+    group.create_array("z", data=np.arange(n))
+    found = tr.ZarrSource(tmp_path / "d.zarr", ["y", "z"]).read(np.array([7]))
+    assert (found["y"].tolist(), found["z"].tolist()) == ([3.5], [7])
+
+
 def test_a_zarr_array_alone_and_chosen_columns(tmp_path):
     zarr_source(tmp_path)
     np.testing.assert_array_equal(tr.ZarrSource(tmp_path / "d.zarr" / "y").read(np.array([7])), [7])
