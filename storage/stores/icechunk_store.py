@@ -400,7 +400,15 @@ class IcechunkStore(Store):
             return [key async for key in held.list_prefix(start)]
 
         cut = f"{node}/" if node else ""
-        found = (key.lstrip("/") for key in called(lambda: sync(names()), divide(self.root)[0], "a list of its names"))
+        try:
+            listed = called(lambda: sync(names()), divide(self.root)[0], "a list of its names")
+        except StoreError:
+            raise
+        except Exception as e:
+            if "key prefix" in str(e):  # nothing lies there
+                return []
+            raise StoreError(f"{self.root} cannot be listed: {first_line(e)}") from None
+        found = (key.lstrip("/") for key in listed)
         return sorted(k.removeprefix(cut) for k in found if k.startswith(f"{start}/" if start else ""))
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:

@@ -201,6 +201,8 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
         there = store.at(directory)
         named = list(filter(numbered.series, there.folders() if there.lists else []))
         told = f", which {some(named, 3)} are not" if named else ""
+        if broken := [f"{path}: {why}" for path, why in numbered.survey(directory)[1].items()]:
+            told = f" that can be opened ({some(broken, 2)})"
         raise CheckpointKeyError(
             f"{directory} is no run: it holds no steps of a CheckpointManager{told}; give one, or a list of checkpoints"
         )

@@ -688,6 +688,10 @@ def test_a_run_whose_deltas_lost_their_anchor_names_it(tmp_path, read):
     lost = f"no step of it can be opened: {manager.path(6)}: its base step-00000004 is not there any more"
     with pytest.raises(errors.NotACheckpoint, match=lost):
         read(tmp_path)
+    with pytest.raises(
+        errors.CheckpointKeyError, match=r"can be opened \(.*: its base step-0000000\d is not there any"
+    ):
+        virtual.mean(tmp_path)
 
 
 def test_deltas_that_lost_their_base_are_deleted_by_name(quick):

@@ -256,6 +256,8 @@ def test_a_new_repository_has_no_checkpoint_yet(ice, url, tmp_path):
     assert list(open_checkpoint(url)) == ["w"]
     with pytest.raises(errors.NotACheckpoint, match="nothing lies at 'none'"):
         open_checkpoint(f"{url}@main/none")
+    with pytest.raises(errors.CheckpointKeyError, match="main/none is no run"):
+        virtual.mean(f"{url}@main/none")
     with pytest.raises(errors.NotACheckpoint, match="it is empty"):
         open_checkpoint(f"{url}@{first}")
 
