@@ -215,13 +215,18 @@ class _Errors(doctest.DocTestRunner):
         self.raised.append(f"{test.name}: {example.source.strip()[:90]}: {_said(info[1])}")
 
 
+PACKAGES = ("meshtape", *(f"meshtape.{n}" for n in ("arrays", "autodiff", "parallel", "storage")))
+
+
 def doctests(_: str = "") -> dict[str, Any]:
-    """The examples of the arrays' docstrings, on the device. Values are not compared, and some examples need those."""
+    """The examples of all docstrings, on the device. Values are not compared, and some examples need those."""
     finder, runner = doctest.DocTestFinder(exclude_empty=True), _Errors()
-    package = importlib.import_module("meshtape.arrays")
-    modules = [m.name for m in pkgutil.walk_packages(package.__path__, "meshtape.arrays.") if "._" not in m.name]
+    packages = [importlib.import_module(name) for name in PACKAGES]
+    found = [
+        m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.") if "._" not in m.name
+    ]
     seen: set[int] = set()
-    for name in modules:
+    for name in dict.fromkeys([*PACKAGES, *found]):
         module = importlib.import_module(name)
         for test in finder.find(module, name, extraglobs={"mt": mt}):
             if test.examples and id(test.docstring) not in seen:

@@ -44,12 +44,15 @@ REFUSED = {
 real_library = pytest.mark.skipif(
     "MESHTAPE_EMULATED_GPU" in os.environ, reason="this process has the fake library under the same name"
 )
-WITH_VALUES = {
-    # Examples of docstrings that go another way where all numbers are zero.
+EXCUSED = {
+    # Examples of docstrings that go another way where all numbers are zero,
     "ravel_multi_index": "is outside its length",
     "unravel_index": "is outside an array",
     "geometric": "p must be above 0|name 'x' is not defined",
     "triangular": "must ascend|name 'x' is not defined",
+    "Trainer": "at step 1 the loss is 0.0 and .* a positive weight alone|name 'result' is not defined",
+    # and one of a function that gives its arrays on the CPU.
+    "sparse_gradient": "the arrays are on different devices: cpu, cuda:0",
 }
 
 
@@ -108,10 +111,13 @@ def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
 
 def test_examples_raise_nothing_else(sweep: Sweep) -> None:
     answer = sweep("doctests")
-    expected = [f"{name}: .*({said})" for name, said in WITH_VALUES.items()]
-    found = [r for r in answer["raised"] if not any(re.search(e, r) for e in expected)]
-    assert answer["examples"] > 450
+    raised = {
+        name: [r for r in answer["raised"] if re.search(f"{name}: .*({said})", r)] for name, said in EXCUSED.items()
+    }
+    found = [r for r in answer["raised"] if not any(r in of for of in raised.values())]
+    assert answer["examples"] > 1250
     assert not found, "\n".join(found)
+    assert [name for name, of in raised.items() if not of] == []  # an excuse that is not needed
 
 
 def test_the_gpu_suite_runs(sweep: Sweep) -> None:
