@@ -722,8 +722,7 @@ def _layer_arguments() -> tuple[Any, ...]:
 
 
 def steps(_: str = "") -> dict[str, Any]:
-    """Steps by name: what the second and third of them cost, the streams of their launches, and where shapes differ
-    from the CPU's."""
+    """Steps by name: what the second of them costs, how often it is traced, and where shapes differ from the CPU's."""
     made: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]] = {}
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
@@ -757,7 +756,6 @@ def steps(_: str = "") -> dict[str, Any]:
     made["continued from the CPU"] = lambda p: de.generate(p, ids, DECODER, 1), (params,), plain
     out = {}
     for name, (fn, args, prepared) in made.items():
-        want = arrays_of(fn(*args))
         run, given = prepared(fn), mt.tree_map(lambda a: a.to_device("cuda:0"), args)
         with mt.use_device("cpu" if "CPU" in name else "cuda:0"):
             feeds = isinstance(prepared, functools.partial) and "donate" in prepared.keywords
@@ -769,24 +767,45 @@ def steps(_: str = "") -> dict[str, Any]:
                     given = (*found[1:], *given[len(found) - 1 :])
                 return found
 
-            call()
-            with FAKE.calls() as calls, mt.host_waits() as waits:
-                got = arrays_of(call())
-            traces = call() and run.signatures if prepared is not plain else 0
-        counted = fake_cuda.counts(calls)
-        out[name] = {
-            "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
-            "graphs": counted["graph"],
-            "copies": counted["d2d"],
-            "traces": traces,
-            "told": len(waits),
-            "differences": [
-                f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
-                for k, (g, w) in enumerate(zip(got, want, strict=True))
-                if (str(g.device), g.dtype, g.shape) != ("cuda:0", w.dtype, w.shape)
-            ],
-        }
+            out[name] = _counted(call, fn(*args), "cuda:0")
+            out[name]["traces"] = call() and run.signatures if prepared is not plain else 0
+    return out | _steps_on_meshes(decoder, (params, slots, tokens))
+
+
+def _steps_on_meshes(step: Callable[..., Any], args: Any) -> dict[str, Any]:
+    """The decoder's step with its batch over ranks that are threads of this process and share a GPU: one, and two."""
+    out, want = {}, step(*args)
+    for ranks in (1, 2):
+        with mt.Mesh({"data": ranks}, device="cuda") as mesh, mt.use_device("cuda:0"):
+            params, slots = mt.tree_map(lambda a, m=mesh: mt.distribute(a, m), args[:2])
+            given = params, slots, mt.distribute(args[2], mesh, data=mt.Shard(0))
+            for name, run in (("", step), (", compiled", mt.compile(step))):
+                row = _counted(lambda r=run, g=given: mt.compute(r(*g)), want, f"Mesh(data={ranks}) on cuda:0")
+                out[f"decoder, mesh of {ranks}{name}"] = row | {"traces": run.signatures if name else 0}
     return out
+
+
+def _counted(call: Callable[[], Any], want: Any, device: str) -> dict[str, Any]:
+    """What the second call costs, and where its results are not those of the CPU, on this device."""
+    call()
+    with FAKE.calls() as calls, mt.host_waits() as waits:
+        got = arrays_of(call())
+    counted = fake_cuda.counts(calls)
+    return {
+        "cost": {
+            "launch": counted["launch"] + counted["graph"],
+            "upload": counted["h2d"],
+            "wait": counted["wait"],
+            "copy": counted["d2d"] + counted["d2h"],
+        },
+        "graphs": counted["graph"],
+        "told": len(waits),
+        "differences": [
+            f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
+            for k, (g, w) in enumerate(zip(got, arrays_of(want), strict=True))
+            if (str(g.device), g.dtype, g.shape) != (device, w.dtype, w.shape)
+        ],
+    }
 
 
 # ----- donated inputs of CUDA graphs ----------------------------------------------------------------------------------
