@@ -1145,14 +1145,15 @@ def _of_frames() -> dict[str, int]:
     costs the host."""
     x, out = mt.ones(8), {}
     for name, call in {"a + a": lambda: x + x, "a * 2.0": lambda: x * 2.0, "tanh": lambda: mt.tanh(x)}.items():
-        seen: list[str] = []
+        seen: list[Any] = []
         call()
-        sys.setprofile(lambda frame, event, _, to=seen: to.append(event) if event == "call" else None)
+        sys.setprofile(lambda frame, event, _, to=seen: to.append(frame.f_code) if event == "call" else None)
         try:
             call()
         finally:
             sys.setprofile(None)
-        out[name] = len(seen) - 1  # the call itself
+        own = [code for code in seen if code.co_filename != FAKE.arguments.__file__]
+        out[name] = len(own) - 1  # the call itself
     return out
 
 
@@ -1183,6 +1184,37 @@ def _of_launches() -> dict[str, list[Any]]:
             if found != [1, 1]:
                 out[f"{name} of {dtype}"] = found
     return out
+
+
+def _of_arguments() -> dict[str, str]:
+    """Launches whose arguments are not those of their kernel, and one whose are."""
+    cp, x = FAKE.cupy, FAKE.cupy.ones((4, 6), np.float32)
+    code = """
+    typedef float T;
+    template <typename W, int N> __global__ void __launch_bounds__(N) of(int n, const W w, T* x) {}
+    extern "C" __global__ void one(const CArray<T, 2, 1, 1> x, const bool b) {}
+    """
+
+    module = FAKE.arguments.Module(code, ("of<double, 32>",))
+    module.load(b"nothing")
+
+    def launch(name: str, *args: Any) -> str:
+        return text_of(lambda: module.get_function(name).look(args))
+
+    truth, short = np.bool_(True), cp.ones((4, 6), np.float16)
+    return {
+        "right": launch("t0", np.int32(1), 2.0, x),
+        "right, of CuPy": launch("one", x, truth),
+        "one is missing": launch("t0", np.int32(1), 2.0),
+        "one more": launch("one", x, truth, x),
+        "a longer number": launch("t0", np.int64(1), 2.0, x),
+        "a shorter one": launch("t0", np.int32(1), np.float32(2.0), x),
+        "an array for a number": launch("t0", x, 2.0, x),
+        "a number for an array": launch("t0", np.int32(1), 2.0, np.int32(7)),
+        "another dtype": launch("one", short, truth),
+        "other dimensions": launch("one", x[0], truth),
+        "gaps": launch("one", x[:, ::2], truth),
+    }
 
 
 def _of_bundles() -> int:
@@ -1286,6 +1318,7 @@ def promises(_: str = "") -> dict[str, Any]:
             text_of(lambda f=f: mt.compile(f, cuda_graph=True)(x))
             for f in (lambda a: a.astype(mt.float8_e5m2), lambda a: a.astype(mt.float8_e5m2).astype(a.dtype) + a)
         ]
+        out["kinds of arguments"] = FAKE.arguments.Module.looked
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
         out["complex"] = [
             text_of(lambda f=f: f(x.astype(mt.complex64))) for f in (mt.nn.softmax, lambda z: mt.layer_norm(z, 3))

@@ -473,6 +473,15 @@ def test_results_lie_beside_the_arrays_on_the_second_device(sweep: Sweep) -> Non
     assert sweep("promises")["two_devices"] == {}
 
 
+def test_arguments_that_do_not_fit_their_kernel_are_errors(sweep: Sweep) -> None:
+    """So the launches of all sweeps have those of their kernels."""
+    assert sweep("promises")["kinds of arguments"] > 300
+    found = sweep("promises")["arguments"]
+    assert [found.pop(name) for name in ("right", "right, of CuPy")] == ["a result"] * 2
+    assert len(found) == 9
+    assert {name: said for name, said in found.items() if not re.match(r"Misfit: \S+( \d+>)? takes ", said)} == {}
+
+
 def test_a_small_call_costs_the_host_little(sweep: Sweep) -> None:
     """About 2 microseconds over CuPy's own: ten calls in Python, without contexts, texts or generators."""
     assert max(sweep("promises")["frames"].values()) <= 11
