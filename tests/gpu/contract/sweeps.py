@@ -1217,6 +1217,99 @@ def _of_arguments() -> dict[str, str]:
     }
 
 
+def _of_complex() -> dict[str, list[str]]:
+    """What normalises or compares real numbers alone says of complex ones, on a GPU and on a CPU."""
+    z, half, labels, w = np.ones((4, 6), np.complex64), np.ones((4, 3)), np.asarray([0, 1, 2, 0]), np.ones(6)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "softmax": mt.nn.softmax,
+        "log_softmax": mt.nn.log_softmax,
+        "layer_norm": lambda z: mt.layer_norm(z, 6),
+        "rms_norm": lambda z: mt.rms_norm(z, 6),
+        "group_norm": lambda z: mt.group_norm(z, 2),
+        "batch_norm": lambda z: mt.batch_norm(z, w, w, training=True),
+        "batch_norm of old statistics": lambda z: mt.batch_norm(z, w, w, training=False),
+        "cross_entropy": lambda z: mt.nn.cross_entropy(z, labels),
+        "linear_cross_entropy": lambda z: mt.nn.linear_cross_entropy(z, z.T, labels),
+        "rotary_embedding": lambda z: mt.nn.rotary_embedding(z, half, half),
+        "attention": lambda z: mt.nn.scaled_dot_product_attention(z, z, z),
+    }
+    return {
+        n: [text_of(lambda d=d, f=f: f(mt.asarray(z, device=d))) for d in ("cuda:0", "cpu")] for n, f in calls.items()
+    }
+
+
+def _of_biases() -> dict[str, list[int]]:
+    """Launches of a compiled layer with a bias, forward alone, and with its gradients, by dtype."""
+
+    def both(x: Any, w: Any, b: Any, g: Any) -> Any:
+        y, pull = mt.vjp(lambda w, b: x @ w + b, w, b)
+        return y, *pull(g)
+
+    out: dict[str, list[int]] = {}
+    for layer in (mt.compile(lambda x, w, b, g: x @ w + b), mt.compile(both)):
+        for dtype in every.FLOATS:
+            given = [mt.ones(s).astype(dtype) for s in ((2, 8, 16), (16, 32), (32,), (2, 8, 32))]
+            layer(*given)
+            with FAKE.calls() as made:
+                layer(*given)
+            out.setdefault(str(dtype), []).append(fake_cuda.counts(made)["launch"])
+    return out
+
+
+def _of_the_loss_of_a_vocabulary() -> dict[str, list[int]]:
+    """Launches forward and backward of 8,192 losses over 32,768 classes, which are 16 tiles."""
+    out, labels = {}, mt.asarray(np.zeros(8192, np.int64))
+    for dtype in (mt.bfloat16, mt.float16):
+        h, w = mt.ones((8192, 16)).astype(dtype), mt.ones((16, 32768)).astype(dtype)
+        with FAKE.calls() as forward:
+            losses, pull = mt.vjp(lambda h, w: mt.nn.linear_cross_entropy(h, w, labels, reduction="none"), h, w)
+        with FAKE.calls() as back:
+            pull(losses)
+        out[dtype.name] = [fake_cuda.counts(c)["launch"] for c in (forward, back)]
+    return out
+
+
+def _of_long_attention() -> dict[str, Any]:
+    """Of a head of 65,536 tokens: launches and shapes each way, and the most bytes that were in use at once, and that
+    CuPy's pool then held, beside the operands."""
+    cp, out = FAKE.cupy, {}
+
+    class InUse(cp.cuda.MemoryHook):
+        name = "in use"
+        now = most = 0
+
+        def malloc_postprocess(self, **of: Any) -> None:
+            self.now += of["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **of: Any) -> None:
+            self.now -= of["mem_size"]
+
+    FAKE.use_pool(True)
+    pool = cp.get_default_memory_pool()
+    try:
+        for dtype, causal in itertools.product((mt.bfloat16, mt.float32), (False, True)):
+            given = [mt.zeros((1, 1, 1 << 16, 64), dtype=dtype) for _ in range(3)]
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            attention = functools.partial(mt.nn.scaled_dot_product_attention, is_causal=causal)
+            with InUse() as hook:
+                with FAKE.calls() as forward:
+                    result, pull = mt.vjp(attention, *given)
+                with FAKE.calls() as back:
+                    grads = pull(result)
+            out[f"{dtype.name}{', causal' * causal}"] = {
+                "launches": [fake_cuda.counts(c)["launch"] for c in (forward, back)],
+                "shapes": {tuple(a.shape) for a in (result, *grads)} == {given[0].shape},
+                "bytes": [hook.most, pool.total_bytes() - before],
+            }
+            del result, pull, grads
+    finally:
+        FAKE.use_pool(False)
+        pool.free_all_blocks()
+    return out
+
+
 def _of_bundles() -> int:
     from meshtape.parallel.dask.worker import Bundle
 
@@ -1320,9 +1413,6 @@ def promises(_: str = "") -> dict[str, Any]:
         ]
         out["kinds of arguments"] = FAKE.arguments.Module.looked
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
-        out["complex"] = [
-            text_of(lambda f=f: f(x.astype(mt.complex64))) for f in (mt.nn.softmax, lambda z: mt.layer_norm(z, 3))
-        ]
         return out
 
 

@@ -550,4 +550,42 @@ def test_calls_that_cupy_takes_in_another_way(sweep: Sweep) -> None:
     assert found["solve"] == ["float64[2, 3, 3] on cuda:0", "float64[2, 3, 1] on cuda:0"]
     assert all(re.match(r"DTypeError: .* float8 has no fixed memory in a graph", said) for said in found["float8"])
     assert found["power"].startswith("ArgumentError: [pow] Integers to negative integer powers")
-    assert all(said.startswith("DTypeError: [") for said in found["complex"])
+
+
+def test_what_takes_real_numbers_alone_says_so(sweep: Sweep) -> None:
+    """In the words of the CPU."""
+    found = sweep("promises")["complex"]
+    assert len(found) == 11
+    assert {n: said for n, said in found.items() if said[0] != said[1] or not said[0].startswith("DTypeError: [")} == {}
+
+
+# ----- what the page says, by count -----------------------------------------------------------------------------------
+
+
+def test_a_bias_is_added_in_the_launch_of_its_product(sweep: Sweep) -> None:
+    """In all floats. In the wide ones its gradient is summed in the launch of the weights' gradient; for short ones that
+    takes three more."""
+    assert sweep("promises")["biases"] == {"float64": [1, 2], "float32": [1, 2], "float16": [1, 5], "bfloat16": [1, 5]}
+
+
+def test_the_loss_of_a_vocabulary_is_two_launches_a_tile(sweep: Sweep) -> None:
+    """Forward, and four backward; float16 looks for the power of its slopes, too."""
+    assert sweep("promises")["the_loss_of_a_vocabulary"] == {"bfloat16": [33, 73], "float16": [33, 94]}
+
+
+def test_long_attention_holds_no_square(sweep: Sweep) -> None:
+    """Of 65,536 tokens it would take 8 GB in two bytes and 16 GB in four. Short floats take a result and three
+    cotangents, float32 has tiles of 128 MB."""
+    found = sweep("promises")["long_attention"]
+    assert all(row["shapes"] for row in found.values())
+    assert {name: row["launches"] for name, row in found.items()} == {
+        "bfloat16": [1, 2],
+        "bfloat16, causal": [2, 3],
+        "float32": [768, 1534],
+        "float32, causal": [1532, 4078],
+    }
+    operand, tile = 2 * 64 << 16, 4 << 25
+    in_use, held = ({name: row["bytes"][i] for name, row in found.items()} for i in (0, 1))
+    assert all(size < (4.2 * operand if "bfloat16" in name else 5 * tile) for name, size in in_use.items()), in_use
+    del held["float32, causal"]  # each tile has another size, and CuPy's pool keeps them all
+    assert all(size < (4.2 * operand if "bfloat16" in name else 6 * tile) for name, size in held.items()), held
