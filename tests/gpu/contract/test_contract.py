@@ -77,7 +77,6 @@ def test_results_are_those_of_the_cpu(kind: str, family: str, sweep: Sweep) -> N
         found += [f"{name}{d}" for d in row["differences"] if not re.search(REFUSED.get(name, "$^"), d)]
     if kind == "ops" and family != "wide":  # whose functions cast for LAPACK, which has two floats
         found += [f"{name}({d}): not by its own rule" for name, row in rows.items() for d in row["other_rule"]]
-    print(f"{sum(r['calls'] for r in rows.values())} calls of {len(rows)} ops")
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 
 
@@ -88,10 +87,16 @@ def test_waits_are_told(kind: str, sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ops", "derivatives", "steps"])
-def test_each_call_costs_what_its_budget_says(kind: str, sweep: Sweep) -> None:
+def test_each_call_costs_what_its_budget_says(kind: str, sweep: Sweep, record_property: Callable[..., None]) -> None:
     """Not more, nor less: a budget above the count would hide the next launch too many."""
-    told = budget.of(kind)
-    counted = {name: tuple(row["cost"].values()) for name, row in sweep(kind).items()}
+    told, rows = budget.of(kind), sweep(kind)
+    counted = {name: tuple(row["cost"].values()) for name, row in rows.items()}
+    calls = sum(row.get("calls", 1) for row in rows.values())
+    named = ("launches", "uploads", "waits", "copies")
+    dearest = ", ".join(
+        f"{n} {what}" for n, what in zip(map(sum, zip(*counted.values(), strict=True)), named, strict=False)
+    )
+    record_property("counted", f"{kind}: {calls} calls of {len(rows)}, the dearest ones together {dearest}")
     found = [
         f"{name}: {counted.get(name)}, the budget says {told.get(name)}"
         for name in sorted({*told, *counted})
@@ -109,8 +114,9 @@ def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
 
-def test_examples_raise_nothing_else(sweep: Sweep) -> None:
+def test_examples_raise_nothing_else(sweep: Sweep, record_property: Callable[..., None]) -> None:
     answer = sweep("doctests")
+    record_property("counted", f"{answer['examples']} examples of docstrings")
     raised = {
         name: [r for r in answer["raised"] if re.search(f"{name}: .*({said})", r)] for name, said in EXCUSED.items()
     }
@@ -120,9 +126,10 @@ def test_examples_raise_nothing_else(sweep: Sweep) -> None:
     assert [name for name, of in raised.items() if not of] == []  # an excuse that is not needed
 
 
-def test_the_gpu_suite_runs(sweep: Sweep) -> None:
+def test_the_gpu_suite_runs(sweep: Sweep, record_property: Callable[..., None]) -> None:
     """All of it but for its values: no test ends in another way than by an assertion."""
     answer = sweep("suite")
+    record_property("counted", f"{answer['run']} tests of the GPU suite")
     shapes_of_masks = ("test_ops_agree_with_the_cpu[<lambda>15]", "test_masks")  # known by value
     found = [r for r in answer["raised"] if not r.startswith((*shapes_of_masks, "test_memory_that_is_used_up"))]
     assert answer["run"] > 150
