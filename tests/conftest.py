@@ -172,6 +172,15 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return "long runs are deselected, of which samples run by default; ask for them with -m slow"
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What passing tests counted, which pytest keeps to itself otherwise: ``record_property("counted", text)``."""
+    passed = terminalreporter.stats.get("passed", [])
+    counted = [text for report in passed for name, text in report.user_properties if name == "counted"]
+    if counted:
+        terminalreporter.section("counted")
+        terminalreporter.write("".join(f"{line}\n" for line in counted))
+
+
 @contextmanager
 def _runs(client: Client) -> Iterator[list[str]]:
     async def counts(dask_worker: Any) -> dict[str, int]:

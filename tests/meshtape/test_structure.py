@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -231,3 +232,13 @@ def test_op_has_its_facets_or_says_why_not(op: mt.Op) -> None:
         assert op.replicate_only, f"{op.name} has no sharding rule and does not say why"
     assert op.infer is not None
     assert mt.arrays.core.op.op_named(op.name) is op
+
+
+def test_the_root_hides_no_installed_package(tmp_path: Path) -> None:
+    """``python -c`` looks in the current folder first: nothing there has the name that an installed package has."""
+    (tmp_path / "meshtape").mkdir()
+    (tmp_path / "meshtape/__init__.py").write_text("")
+    command = [sys.executable, "-c", "import meshtape; print(meshtape.__file__)"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == tmp_path / "meshtape/__init__.py"

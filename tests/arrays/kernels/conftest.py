@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -46,6 +46,28 @@ def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return tmp_path_factory.mktemp("kernels") if cache is None else Path(cache.mkdir("kernels"))
 
 
+_USED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S)
+_ACCESS = re.compile(r"(?:ld|st)\.global(?:\.nc)?\.(?:v(\d)\.)?[a-z](\d+)")
+_IN_MEMORY = re.compile(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame")
+
+
+class Figures(NamedTuple):
+    """Of a kernel's code: registers of a thread, accesses of 16 bytes, narrower ones, bytes that are spilled, and
+    whether an array is kept in memory, as its index is known only while it runs."""
+
+    registers: int
+    wide: int
+    narrow: int
+    spilled: int
+    in_memory: bool
+
+    def over(self, most: int, least: int, narrow: int) -> str:
+        """Where they leave a budget: registers at most, accesses of 16 bytes at least, narrower ones at most."""
+        out = f"{self.registers} {self.wide} {self.narrow}, the budget is {most} {least} {narrow}"
+        within = self.registers <= most and self.wide >= least and self.narrow <= narrow
+        return "an array is kept in memory" if self.in_memory else "" if within else out
+
+
 class MachineCode:
     """What NVRTC makes of kernels, each of which it compiles once."""
 
@@ -61,6 +83,16 @@ class MachineCode:
             made = self._compiled(file, missing, target, binary)
             self._found.update({(file, name, target): text for name, text in made.items()})
         return {name: self._found[file, name, target] for name in names}
+
+    @staticmethod
+    def figures(text: str) -> Figures:
+        """Of what a call gave for a kernel."""
+        used = _USED.search(text)
+        assert used, "the log was not understood"
+        sizes = [int(n or 1) * int(b) // 8 for n, b in _ACCESS.findall(text)]
+        wide = sum(s >= 16 for s in sizes)
+        spilled = int(used[1]) + int(used[2])
+        return Figures(int(used[3]), wide, len(sizes) - wide, spilled, bool(_IN_MEMORY.search(text)))
 
     def _compiled(self, file: str, names: Sequence[str], target: str, binary: bool) -> dict[str, str]:
         nvrtc = self._nvrtc

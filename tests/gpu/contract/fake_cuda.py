@@ -263,8 +263,9 @@ class FakeCuda:
         self.redirected = {runtime.__name__: redirect(self._driver, runtime.__file__)}
         import cupy
         import cupy.cuda.compiler as compiler
-        from cupy.cuda import function, thrust
+        from cupy.cuda import thrust
 
+        self.arguments = beside("arguments")
         for name in WITH_A_RUNTIME[1:]:
             self.redirected[name] = redirect(self._driver, __import__(name, fromlist=["x"]).__file__)
 
@@ -300,7 +301,7 @@ class FakeCuda:
             names = tuple(name_expressions or ())
             self.sources.add((source, tuple(options)))
             self.asked.add((source, names))
-            module = function.Module()
+            module = self.arguments.Module(source, names)
             module.load(b"nothing" if self.kernels is None else self.kernels.module((source, names)))
             if names:
                 module._set_mapping({n: f"t{i}" for i, n in enumerate(names)})

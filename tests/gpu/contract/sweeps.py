@@ -215,13 +215,18 @@ class _Errors(doctest.DocTestRunner):
         self.raised.append(f"{test.name}: {example.source.strip()[:90]}: {_said(info[1])}")
 
 
+PACKAGES = ("meshtape", *(f"meshtape.{n}" for n in ("arrays", "autodiff", "parallel", "storage")))
+
+
 def doctests(_: str = "") -> dict[str, Any]:
-    """The examples of the arrays' docstrings, on the device. Values are not compared, and some examples need those."""
+    """The examples of all docstrings, on the device. Values are not compared, and some examples need those."""
     finder, runner = doctest.DocTestFinder(exclude_empty=True), _Errors()
-    package = importlib.import_module("meshtape.arrays")
-    modules = [m.name for m in pkgutil.walk_packages(package.__path__, "meshtape.arrays.") if "._" not in m.name]
+    packages = [importlib.import_module(name) for name in PACKAGES]
+    found = [
+        m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.") if "._" not in m.name
+    ]
     seen: set[int] = set()
-    for name in modules:
+    for name in dict.fromkeys([*PACKAGES, *found]):
         module = importlib.import_module(name)
         for test in finder.find(module, name, extraglobs={"mt": mt}):
             if test.examples and id(test.docstring) not in seen:
@@ -717,8 +722,7 @@ def _layer_arguments() -> tuple[Any, ...]:
 
 
 def steps(_: str = "") -> dict[str, Any]:
-    """Steps by name: what the second and third of them cost, the streams of their launches, and where shapes differ
-    from the CPU's."""
+    """Steps by name: what the second of them costs, how often it is traced, and where shapes differ from the CPU's."""
     made: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]] = {}
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
@@ -752,7 +756,6 @@ def steps(_: str = "") -> dict[str, Any]:
     made["continued from the CPU"] = lambda p: de.generate(p, ids, DECODER, 1), (params,), plain
     out = {}
     for name, (fn, args, prepared) in made.items():
-        want = arrays_of(fn(*args))
         run, given = prepared(fn), mt.tree_map(lambda a: a.to_device("cuda:0"), args)
         with mt.use_device("cpu" if "CPU" in name else "cuda:0"):
             feeds = isinstance(prepared, functools.partial) and "donate" in prepared.keywords
@@ -764,24 +767,45 @@ def steps(_: str = "") -> dict[str, Any]:
                     given = (*found[1:], *given[len(found) - 1 :])
                 return found
 
-            call()
-            with FAKE.calls() as calls, mt.host_waits() as waits:
-                got = arrays_of(call())
-            traces = call() and run.signatures if prepared is not plain else 0
-        counted = fake_cuda.counts(calls)
-        out[name] = {
-            "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
-            "graphs": counted["graph"],
-            "copies": counted["d2d"],
-            "traces": traces,
-            "told": len(waits),
-            "differences": [
-                f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
-                for k, (g, w) in enumerate(zip(got, want, strict=True))
-                if (str(g.device), g.dtype, g.shape) != ("cuda:0", w.dtype, w.shape)
-            ],
-        }
+            out[name] = _counted(call, fn(*args), "cuda:0")
+            out[name]["traces"] = call() and run.signatures if prepared is not plain else 0
+    return out | _steps_on_meshes(decoder, (params, slots, tokens))
+
+
+def _steps_on_meshes(step: Callable[..., Any], args: Any) -> dict[str, Any]:
+    """The decoder's step with its batch over ranks that are threads of this process and share a GPU: one, and two."""
+    out, want = {}, step(*args)
+    for ranks in (1, 2):
+        with mt.Mesh({"data": ranks}, device="cuda") as mesh, mt.use_device("cuda:0"):
+            params, slots = mt.tree_map(lambda a, m=mesh: mt.distribute(a, m), args[:2])
+            given = params, slots, mt.distribute(args[2], mesh, data=mt.Shard(0))
+            for name, run in (("", step), (", compiled", mt.compile(step))):
+                row = _counted(lambda r=run, g=given: mt.compute(r(*g)), want, f"Mesh(data={ranks}) on cuda:0")
+                out[f"decoder, mesh of {ranks}{name}"] = row | {"traces": run.signatures if name else 0}
     return out
+
+
+def _counted(call: Callable[[], Any], want: Any, device: str) -> dict[str, Any]:
+    """What the second call costs, and where its results are not those of the CPU, on this device."""
+    call()
+    with FAKE.calls() as calls, mt.host_waits() as waits:
+        got = arrays_of(call())
+    counted = fake_cuda.counts(calls)
+    return {
+        "cost": {
+            "launch": counted["launch"] + counted["graph"],
+            "upload": counted["h2d"],
+            "wait": counted["wait"],
+            "copy": counted["d2d"] + counted["d2h"],
+        },
+        "graphs": counted["graph"],
+        "told": len(waits),
+        "differences": [
+            f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
+            for k, (g, w) in enumerate(zip(got, arrays_of(want), strict=True))
+            if (str(g.device), g.dtype, g.shape) != (device, w.dtype, w.shape)
+        ],
+    }
 
 
 # ----- donated inputs of CUDA graphs ----------------------------------------------------------------------------------
@@ -1121,14 +1145,15 @@ def _of_frames() -> dict[str, int]:
     costs the host."""
     x, out = mt.ones(8), {}
     for name, call in {"a + a": lambda: x + x, "a * 2.0": lambda: x * 2.0, "tanh": lambda: mt.tanh(x)}.items():
-        seen: list[str] = []
+        seen: list[Any] = []
         call()
-        sys.setprofile(lambda frame, event, _, to=seen: to.append(event) if event == "call" else None)
+        sys.setprofile(lambda frame, event, _, to=seen: to.append(frame.f_code) if event == "call" else None)
         try:
             call()
         finally:
             sys.setprofile(None)
-        out[name] = len(seen) - 1  # the call itself
+        own = [code for code in seen if code.co_filename != FAKE.arguments.__file__]
+        out[name] = len(own) - 1  # the call itself
     return out
 
 
@@ -1158,6 +1183,130 @@ def _of_launches() -> dict[str, list[Any]]:
             found = [fake_cuda.counts(forward)["launch"], fake_cuda.counts(back)["launch"]]
             if found != [1, 1]:
                 out[f"{name} of {dtype}"] = found
+    return out
+
+
+def _of_arguments() -> dict[str, str]:
+    """Launches whose arguments are not those of their kernel, and one whose are."""
+    cp, x = FAKE.cupy, FAKE.cupy.ones((4, 6), np.float32)
+    code = """
+    typedef float T;
+    template <typename W, int N> __global__ void __launch_bounds__(N) of(int n, const W w, T* x) {}
+    extern "C" __global__ void one(const CArray<T, 2, 1, 1> x, const bool b) {}
+    """
+
+    module = FAKE.arguments.Module(code, ("of<double, 32>",))
+    module.load(b"nothing")
+
+    def launch(name: str, *args: Any) -> str:
+        return text_of(lambda: module.get_function(name).look(args))
+
+    truth, short = np.bool_(True), cp.ones((4, 6), np.float16)
+    return {
+        "right": launch("t0", np.int32(1), 2.0, x),
+        "right, of CuPy": launch("one", x, truth),
+        "one is missing": launch("t0", np.int32(1), 2.0),
+        "one more": launch("one", x, truth, x),
+        "a longer number": launch("t0", np.int64(1), 2.0, x),
+        "a shorter one": launch("t0", np.int32(1), np.float32(2.0), x),
+        "an array for a number": launch("t0", x, 2.0, x),
+        "a number for an array": launch("t0", np.int32(1), 2.0, np.int32(7)),
+        "another dtype": launch("one", short, truth),
+        "other dimensions": launch("one", x[0], truth),
+        "gaps": launch("one", x[:, ::2], truth),
+    }
+
+
+def _of_complex() -> dict[str, list[str]]:
+    """What normalises or compares real numbers alone says of complex ones, on a GPU and on a CPU."""
+    z, half, labels, w = np.ones((4, 6), np.complex64), np.ones((4, 3)), np.asarray([0, 1, 2, 0]), np.ones(6)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "softmax": mt.nn.softmax,
+        "log_softmax": mt.nn.log_softmax,
+        "layer_norm": lambda z: mt.layer_norm(z, 6),
+        "rms_norm": lambda z: mt.rms_norm(z, 6),
+        "group_norm": lambda z: mt.group_norm(z, 2),
+        "batch_norm": lambda z: mt.batch_norm(z, w, w, training=True),
+        "batch_norm of old statistics": lambda z: mt.batch_norm(z, w, w, training=False),
+        "cross_entropy": lambda z: mt.nn.cross_entropy(z, labels),
+        "linear_cross_entropy": lambda z: mt.nn.linear_cross_entropy(z, z.T, labels),
+        "rotary_embedding": lambda z: mt.nn.rotary_embedding(z, half, half),
+        "attention": lambda z: mt.nn.scaled_dot_product_attention(z, z, z),
+    }
+    return {
+        n: [text_of(lambda d=d, f=f: f(mt.asarray(z, device=d))) for d in ("cuda:0", "cpu")] for n, f in calls.items()
+    }
+
+
+def _of_biases() -> dict[str, list[int]]:
+    """Launches of a compiled layer with a bias, forward alone, and with its gradients, by dtype."""
+
+    def both(x: Any, w: Any, b: Any, g: Any) -> Any:
+        y, pull = mt.vjp(lambda w, b: x @ w + b, w, b)
+        return y, *pull(g)
+
+    out: dict[str, list[int]] = {}
+    for layer in (mt.compile(lambda x, w, b, g: x @ w + b), mt.compile(both)):
+        for dtype in every.FLOATS:
+            given = [mt.ones(s).astype(dtype) for s in ((2, 8, 16), (16, 32), (32,), (2, 8, 32))]
+            layer(*given)
+            with FAKE.calls() as made:
+                layer(*given)
+            out.setdefault(str(dtype), []).append(fake_cuda.counts(made)["launch"])
+    return out
+
+
+def _of_the_loss_of_a_vocabulary() -> dict[str, list[int]]:
+    """Launches forward and backward of 8,192 losses over 32,768 classes, which are 16 tiles."""
+    out, labels = {}, mt.asarray(np.zeros(8192, np.int64))
+    for dtype in (mt.bfloat16, mt.float16):
+        h, w = mt.ones((8192, 16)).astype(dtype), mt.ones((16, 32768)).astype(dtype)
+        with FAKE.calls() as forward:
+            losses, pull = mt.vjp(lambda h, w: mt.nn.linear_cross_entropy(h, w, labels, reduction="none"), h, w)
+        with FAKE.calls() as back:
+            pull(losses)
+        out[dtype.name] = [fake_cuda.counts(c)["launch"] for c in (forward, back)]
+    return out
+
+
+def _of_long_attention() -> dict[str, Any]:
+    """Of a head of 65,536 tokens: launches and shapes each way, and the most bytes that were in use at once, and that
+    CuPy's pool then held, beside the operands."""
+    cp, out = FAKE.cupy, {}
+
+    class InUse(cp.cuda.MemoryHook):
+        name = "in use"
+        now = most = 0
+
+        def malloc_postprocess(self, **of: Any) -> None:
+            self.now += of["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **of: Any) -> None:
+            self.now -= of["mem_size"]
+
+    FAKE.use_pool(True)
+    pool = cp.get_default_memory_pool()
+    try:
+        for dtype, causal in itertools.product((mt.bfloat16, mt.float32), (False, True)):
+            given = [mt.zeros((1, 1, 1 << 16, 64), dtype=dtype) for _ in range(3)]
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            attention = functools.partial(mt.nn.scaled_dot_product_attention, is_causal=causal)
+            with InUse() as hook:
+                with FAKE.calls() as forward:
+                    result, pull = mt.vjp(attention, *given)
+                with FAKE.calls() as back:
+                    grads = pull(result)
+            out[f"{dtype.name}{', causal' * causal}"] = {
+                "launches": [fake_cuda.counts(c)["launch"] for c in (forward, back)],
+                "shapes": {tuple(a.shape) for a in (result, *grads)} == {given[0].shape},
+                "bytes": [hook.most, pool.total_bytes() - before],
+            }
+            del result, pull, grads
+    finally:
+        FAKE.use_pool(False)
+        pool.free_all_blocks()
     return out
 
 
@@ -1282,10 +1431,8 @@ def promises(_: str = "") -> dict[str, Any]:
             text_of(lambda f=f: mt.compile(f, cuda_graph=True)(x))
             for f in (lambda a: a.astype(mt.float8_e5m2), lambda a: a.astype(mt.float8_e5m2).astype(a.dtype) + a)
         ]
+        out["kinds of arguments"] = FAKE.arguments.Module.looked
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
-        out["complex"] = [
-            text_of(lambda f=f: f(x.astype(mt.complex64))) for f in (mt.nn.softmax, lambda z: mt.layer_norm(z, 3))
-        ]
         return out
 
 
@@ -1347,7 +1494,8 @@ def kernels(cache: str) -> dict[str, str]:
     x, g, w = (rng.standard_normal(s).astype(np.float32) for s in ((6, 40), (6, 40), (40,)))
     image, c, labels = rng.standard_normal((2, 4, 9)).astype(np.float32), np.ones(4, np.float32), np.arange(6) * 7
     soft, logs = np.exp(x) / np.exp(x).sum(1, keepdims=True), x - 4
-    rows: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    short, places = x.astype(mt.bfloat16), np.asarray([5, 0, 2, 5])
+    ops: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "softmax": ((x,), {"axis": 1, "masked": False}),
         "log_softmax": ((x,), {"axis": 1, "masked": False}),
         "softmax_backward": ((g, soft), {"axis": 1}),
@@ -1359,24 +1507,45 @@ def kernels(cache: str) -> dict[str, str]:
         "cross_entropy": ((x, labels), {"ignore_index": None, "label_smoothing": 0.0}),
         **{n: op_samples.calls(n)[2] for n in ("random_bits", "random_uniform", "random_bernoulli")},
     }
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        **{
+            n: (functools.partial(lambda n, p, *xs: apply(mt.OPS[n], xs, p), n, p), args)
+            for n, (args, p) in ops.items()
+        },
+        "rows": (lambda x, i: x[i], (x, places)),
+        "columns": (lambda x, i: x[:, i], (short, places)),
+        "rotary_embedding": (mt.nn.rotary_embedding, (x, x[:, :20], g[:, :20])),
+        "running sums of rows": (lambda x: mt.cumulative_sum(x, axis=1), (x,)),
+        "running products of columns": (lambda x: mt.cumulative_prod(x, axis=0), (x,)),
+        "running sums of integers": (lambda i: mt.cumulative_sum(i), (places.astype(np.int8),)),
+        "to float8": (lambda x: x.astype(mt.float8_e4m3fn), (x,)),
+        "gelu": (mt.nn.gelu, (x,)),
+        "swiglu": (mt.nn.swiglu, (short, short)),
+        "a chain": (mt.compile(lambda x, w: mt.tanh(x * w + 1.0) * 2.0 - w), (x, w)),
+        "a chain and its sum": (mt.compile(lambda x, w: mt.mean(mt.square(x - w), axis=1)), (np.tile(x, (12, 1)), w)),
+    }
     out = {}
     with launch.running_on(runner):
         runner.noted = set()
         with mt.use_device("cuda:0"):
-            for name, (args, params) in rows.items():
-                outcome(lambda n=name, a=args, p=params: apply(mt.OPS[n], placed(a, "cuda:0"), p), ())
+            for fn, args in calls.values():
+                outcome(fn, placed(args, "cuda:0"))
         emulator.compile_kernels(runner.cache, runner.noted)  # together; else each with all that are like it
         runner.noted = None
-        for name, (args, params) in rows.items():
-            want = apply(mt.OPS[name], placed(args, "cpu"), params)
-            want = want if isinstance(want, tuple) else (want,)
+        for name, (fn, args) in calls.items():
+            want = arrays_of(fn(*placed(args, "cpu")))
             with mt.use_device("cuda:0"):
-                got = outcome(lambda n=name, a=args, p=params: apply(mt.OPS[n], placed(a, "cuda:0"), p), ())
+                runner.launched.clear()
+                got = outcome(fn, placed(args, "cuda:0"))
+            tolerance = 3e-2 if want[0].dtype == mt.bfloat16 else 1e-4
             near = not isinstance(got, Exception) and all(
-                np.allclose(a.numpy(), b.numpy(), 1e-4, 1e-5) for a, b in zip(got, want, strict=True)
+                a.dtype == b.dtype and np.allclose(*(h.numpy().astype(np.float64) for h in (a, b)), tolerance, 1e-5)
+                for a, b in zip(got, want, strict=True)
             )
             out[name] = (
-                ""
+                "no kernel of ours"
+                if not runner.launched
+                else ""
                 if near
                 else _said(got)
                 if isinstance(got, Exception)

@@ -44,12 +44,15 @@ REFUSED = {
 real_library = pytest.mark.skipif(
     "MESHTAPE_EMULATED_GPU" in os.environ, reason="this process has the fake library under the same name"
 )
-WITH_VALUES = {
-    # Examples of docstrings that go another way where all numbers are zero.
+EXCUSED = {
+    # Examples of docstrings that go another way where all numbers are zero,
     "ravel_multi_index": "is outside its length",
     "unravel_index": "is outside an array",
     "geometric": "p must be above 0|name 'x' is not defined",
     "triangular": "must ascend|name 'x' is not defined",
+    "Trainer": "at step 1 the loss is 0.0 and .* a positive weight alone|name 'result' is not defined",
+    # and one of a function that gives its arrays on the CPU.
+    "sparse_gradient": "the arrays are on different devices: cpu, cuda:0",
 }
 
 
@@ -74,7 +77,6 @@ def test_results_are_those_of_the_cpu(kind: str, family: str, sweep: Sweep) -> N
         found += [f"{name}{d}" for d in row["differences"] if not re.search(REFUSED.get(name, "$^"), d)]
     if kind == "ops" and family != "wide":  # whose functions cast for LAPACK, which has two floats
         found += [f"{name}({d}): not by its own rule" for name, row in rows.items() for d in row["other_rule"]]
-    print(f"{sum(r['calls'] for r in rows.values())} calls of {len(rows)} ops")
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 
 
@@ -85,35 +87,49 @@ def test_waits_are_told(kind: str, sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ops", "derivatives", "steps"])
-def test_nothing_costs_more_than_its_budget(kind: str, sweep: Sweep) -> None:
-    found = {}
-    for name, row in sweep(kind).items():
-        cost, most = tuple(row["cost"].values()), budget.of(kind, name)
-        if any(c > m for c, m in zip(cost, most, strict=True)):
-            found[name] = f"{cost} launches, uploads and waits, of at most {most}"
-    assert not found
+def test_each_call_costs_what_its_budget_says(kind: str, sweep: Sweep, record_property: Callable[..., None]) -> None:
+    """Not more, nor less: a budget above the count would hide the next launch too many."""
+    told, rows = budget.of(kind), sweep(kind)
+    counted = {name: tuple(row["cost"].values()) for name, row in rows.items()}
+    calls = sum(row.get("calls", 1) for row in rows.values())
+    named = ("launches", "uploads", "waits", "copies")
+    dearest = ", ".join(
+        f"{n} {what}" for n, what in zip(map(sum, zip(*counted.values(), strict=True)), named, strict=False)
+    )
+    record_property("counted", f"{kind}: {calls} calls of {len(rows)}, the dearest ones together {dearest}")
+    found = [
+        f"{name}: {counted.get(name)}, the budget says {told.get(name)}"
+        for name in sorted({*told, *counted})
+        if counted.get(name) != told.get(name)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     steps = sweep("steps")
     assert {name: row["differences"] for name, row in steps.items() if row["differences"]} == {}
     graphs = [steps[n] for n in ("layers, graphs", "decoder, graph", "layers, donated", "decoder, donated")]
-    assert [(row["graphs"], row["copies"]) for row in graphs] == [(1, 0)] * 4  # the kernels of the budget copy
+    assert [row["graphs"] for row in graphs] == [1] * 4  # the kernels of the budget copy
     assert [name for name, row in steps.items() if row["traces"] > 1] == []  # of three calls
     assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
 
-def test_examples_raise_nothing_else(sweep: Sweep) -> None:
+def test_examples_raise_nothing_else(sweep: Sweep, record_property: Callable[..., None]) -> None:
     answer = sweep("doctests")
-    expected = [f"{name}: .*({said})" for name, said in WITH_VALUES.items()]
-    found = [r for r in answer["raised"] if not any(re.search(e, r) for e in expected)]
-    assert answer["examples"] > 450
+    record_property("counted", f"{answer['examples']} examples of docstrings")
+    raised = {
+        name: [r for r in answer["raised"] if re.search(f"{name}: .*({said})", r)] for name, said in EXCUSED.items()
+    }
+    found = [r for r in answer["raised"] if not any(r in of for of in raised.values())]
+    assert answer["examples"] > 1250
     assert not found, "\n".join(found)
+    assert [name for name, of in raised.items() if not of] == []  # an excuse that is not needed
 
 
-def test_the_gpu_suite_runs(sweep: Sweep) -> None:
+def test_the_gpu_suite_runs(sweep: Sweep, record_property: Callable[..., None]) -> None:
     """All of it but for its values: no test ends in another way than by an assertion."""
     answer = sweep("suite")
+    record_property("counted", f"{answer['run']} tests of the GPU suite")
     shapes_of_masks = ("test_ops_agree_with_the_cpu[<lambda>15]", "test_masks")  # known by value
     found = [r for r in answer["raised"] if not r.startswith((*shapes_of_masks, "test_memory_that_is_used_up"))]
     assert answer["run"] > 150
@@ -124,7 +140,7 @@ def test_the_gpu_suite_runs(sweep: Sweep) -> None:
 def test_our_kernels_compute_what_the_cpu_does(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     cache = getattr(request.config, "cache", None)
     found = sweep("kernels", str(tmp_path if cache is None else cache.mkdir("kernels")))
-    assert len(found) == 12
+    assert len(found) == 23
     assert {name: said for name, said in found.items() if said} == {}
 
 
@@ -464,6 +480,15 @@ def test_results_lie_beside_the_arrays_on_the_second_device(sweep: Sweep) -> Non
     assert sweep("promises")["two_devices"] == {}
 
 
+def test_arguments_that_do_not_fit_their_kernel_are_errors(sweep: Sweep) -> None:
+    """So the launches of all sweeps have those of their kernels."""
+    assert sweep("promises")["kinds of arguments"] > 300
+    found = sweep("promises")["arguments"]
+    assert [found.pop(name) for name in ("right", "right, of CuPy")] == ["a result"] * 2
+    assert len(found) == 9
+    assert {name: said for name, said in found.items() if not re.match(r"Misfit: \S+( \d+>)? takes ", said)} == {}
+
+
 def test_a_small_call_costs_the_host_little(sweep: Sweep) -> None:
     """About 2 microseconds over CuPy's own: ten calls in Python, without contexts, texts or generators."""
     assert max(sweep("promises")["frames"].values()) <= 11
@@ -536,4 +561,42 @@ def test_calls_that_cupy_takes_in_another_way(sweep: Sweep) -> None:
     assert found["solve"] == ["float64[2, 3, 3] on cuda:0", "float64[2, 3, 1] on cuda:0"]
     assert all(re.match(r"DTypeError: .* float8 has no fixed memory in a graph", said) for said in found["float8"])
     assert found["power"].startswith("ArgumentError: [pow] Integers to negative integer powers")
-    assert all(said.startswith("DTypeError: [") for said in found["complex"])
+
+
+def test_what_takes_real_numbers_alone_says_so(sweep: Sweep) -> None:
+    """In the words of the CPU."""
+    found = sweep("promises")["complex"]
+    assert len(found) == 11
+    assert {n: said for n, said in found.items() if said[0] != said[1] or not said[0].startswith("DTypeError: [")} == {}
+
+
+# ----- what the page says, by count -----------------------------------------------------------------------------------
+
+
+def test_a_bias_is_added_in_the_launch_of_its_product(sweep: Sweep) -> None:
+    """In all floats. In the wide ones its gradient is summed in the launch of the weights' gradient; for short ones that
+    takes three more."""
+    assert sweep("promises")["biases"] == {"float64": [1, 2], "float32": [1, 2], "float16": [1, 5], "bfloat16": [1, 5]}
+
+
+def test_the_loss_of_a_vocabulary_is_two_launches_a_tile(sweep: Sweep) -> None:
+    """Forward, and four backward; float16 looks for the power of its slopes, too."""
+    assert sweep("promises")["the_loss_of_a_vocabulary"] == {"bfloat16": [33, 73], "float16": [33, 94]}
+
+
+def test_long_attention_holds_no_square(sweep: Sweep) -> None:
+    """Of 65,536 tokens it would take 8 GB in two bytes and 16 GB in four. Short floats take a result and three
+    cotangents, float32 has tiles of 128 MB."""
+    found = sweep("promises")["long_attention"]
+    assert all(row["shapes"] for row in found.values())
+    assert {name: row["launches"] for name, row in found.items()} == {
+        "bfloat16": [1, 2],
+        "bfloat16, causal": [2, 3],
+        "float32": [768, 1534],
+        "float32, causal": [1532, 4078],
+    }
+    operand, tile = 2 * 64 << 16, 4 << 25
+    in_use, held = ({name: row["bytes"][i] for name, row in found.items()} for i in (0, 1))
+    assert all(size < (4.2 * operand if "bfloat16" in name else 5 * tile) for name, size in in_use.items()), in_use
+    del held["float32, causal"]  # each tile has another size, and CuPy's pool keeps them all
+    assert all(size < (4.2 * operand if "bfloat16" in name else 6 * tile) for name, size in held.items()), held
