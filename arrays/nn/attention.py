@@ -103,8 +103,11 @@ def _tiles(
     for n in reversed(lead):
         ranges.append([slice(i, i + room) for i in range(0, n, room)])
         room = max(1, room // max(n, 1))
+    starts = range(0, rows, step)
+    if xp is not np:  # the largest first: CuPy's pool cuts smaller memory out of larger, and would keep each larger one
+        starts = starts[::-1]
     for at in itertools.product(*reversed(ranges)):
-        for i in range(0, rows, step):
+        for i in starts:
             stop = min(i + step, rows)
             seen = cols if diagonal is None else min(cols, max(1, stop + diagonal))
             yield at, slice(i, stop), slice(seen)
