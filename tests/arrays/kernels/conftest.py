@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 import warnings
@@ -141,12 +142,39 @@ ORDERS = {
 
 
 FIRST = tuple(ORDERS)[:2]
+NOTED = "MESHTAPE_NOTED_KERNELS"
+"""The environment's word for a file: the tests of the emulator, in the first two orders, only write to it what they
+would launch (``test_coverage.py``)."""
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[pytest.MonkeyPatch]:
+    """While launches are only noted nothing is written to results: comparisons of them say nothing."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
+        for name in ("assert_allclose", "assert_array_equal"):
+            patch.setattr(np.testing, name, lambda *args, **kwargs: None)
+        # Nor does pytest explain what differs: where CI is set, of bytes that takes it minutes.
+        patch.setattr("_pytest.assertion.util._reprcompare", None)
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            yield patch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    if NOTED not in os.environ:
+        return (yield)
+    with _noting():
+        yield
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before long runs are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The cases of a test run in one of the first two orders, in turns, and a test of less than four cases in both.
     All others are long runs."""
+    if NOTED in os.environ:
+        of_emulator = [i for i in items if "emulator" in getattr(i, "fixturenames", ())]
+        items[:] = [i for i in of_emulator if i.callspec.params["emulator"] in FIRST]
     cases: dict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if "emulator" in getattr(item, "fixturenames", ()):
@@ -168,8 +196,13 @@ def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cach
     results that are aligned to their elements only, threads and blocks in random order and races found; in slow runs
     in all orders."""
     runner = emulation.Emulator(library_cache, *ORDERS[request.param])
+    runner.noted = set() if NOTED in os.environ else None
     with running_on(runner):
         yield runner
+    if NOTED in os.environ:
+        slow = int(request.node.get_closest_marker("slow") is not None)
+        with Path(os.environ[NOTED]).open("a") as noted:
+            noted.writelines(f"{slow}|{file}|{kernel}\n" for file, kernel in runner.noted)
 
 
 @pytest.fixture
@@ -183,22 +216,13 @@ def compiled_together(request: pytest.FixtureRequest, emulation: ModuleType, lib
     """All kernels of a file of tests in one library: most of the time of a small one goes to what all have in common.
     The tests are called once with emulators that only note what is launched."""
     noted: set[tuple[str, str]] = set()
-    for item in request.session.items:
+    for item in () if NOTED in os.environ else request.session.items:
         if item.path != request.path or "emulator" not in item.fixturenames or any(item.iter_markers("skip")):
             continue
         given = dict(item.callspec.params)
         runner = emulation.Emulator(library_cache, *ORDERS[given.pop("emulator")])
         runner.noted = noted
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            running_on(runner),
-            warnings.catch_warnings(action="ignore"),
-            contextlib.suppress(Exception, pytest.skip.Exception),
-        ):
-            for name in ("assert_allclose", "assert_array_equal"):  # nothing is written to results
-                patch.setattr(np.testing, name, lambda *args, **kwargs: None)
-            # Nor does pytest explain what differs: where CI is set, of bytes that takes it minutes.
-            patch.setattr("_pytest.assertion.util._reprcompare", None)
+        with _noting() as patch, running_on(runner):
             given |= {"emulator": runner, "place": runner.xp.array, "monkeypatch": patch, "emulation": emulation}
             given["close"] = lambda *args, **kwargs: None
             names = item._fixtureinfo.argnames
@@ -220,4 +244,4 @@ def close() -> Callable[..., None]:
         scale = np.max(np.abs(expected[np.isfinite(expected)]), initial=1e-3)
         np.testing.assert_allclose(wide, expected, rtol=0, atol=factor * TOLERANCE[got.dtype.name] * scale)
 
-    return check
+    return check if NOTED not in os.environ else lambda *args, **kwargs: None

@@ -52,6 +52,11 @@ def test_values_and_cotangents(
     both(close, *operands(place, dtype, q, k, e), diagonal=diagonal)
 
 
+def test_float16_has_its_own_products(emulator: Any, place: Any, close: Any) -> None:
+    """The long runs have all cases of it."""
+    both(close, *operands(place, np.float16, (9, 24), (70, 24), 24), diagonal=3)
+
+
 @pytest.mark.parametrize("lead", [(2, 2), (1, 2), (2, 1), ()])
 @pytest.mark.parametrize("kind", ["truths", "numbers"])
 def test_masks(emulator: Any, place: Any, close: Any, kind: str, lead: tuple[int, ...]) -> None:

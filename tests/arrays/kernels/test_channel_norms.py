@@ -144,6 +144,28 @@ def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtyp
         check(close, "batch_norm_backward", g, gm, gv, mean, var, x, w, **params)
 
 
+RUNNING = [(np.float32, ml_dtypes.bfloat16)]
+RUNNING += [
+    pytest.param(dtype, r, marks=pytest.mark.slow)
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+    for r in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+    if (dtype, r) != RUNNING[0]
+]
+
+
+@pytest.mark.parametrize(("dtype", "running"), RUNNING, ids=lambda d: np.dtype(d).name)
+def test_running_statistics_of_every_dtype(emulator: Any, place: Any, close: Any, dtype: Any, running: Any) -> None:
+    """Beside weights of the dtype of the batch, and wider ones."""
+    for other in dict.fromkeys((dtype, np.float64 if dtype is np.float64 else np.float32)):
+        x, w, b, _, gm, gv = arrays(place, (3, 4, 5), 1, dtype, other)
+        args, params = (x, w, b, *(place(a, running) for a in (gm, gv))), {"axis": 1, "eps": 1e-2, "momentum": 0.25}
+        op = OPS["batch_norm"]
+        got, wanted = op.overrides["cupy"](*args, **params), op.numpy(*(a.astype(np.float64) for a in args), **params)
+        assert [a.dtype for a in got[3:]] == [running] * 2
+        for a, e in zip(got, wanted, strict=True):
+            close(a.astype(min(a.dtype, np.dtype(dtype), key=lambda d: d.itemsize)), e)  # sums are those of the batch
+
+
 def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
     """The variance is never a difference of large numbers, however the batch is cut into shares."""
     rng = np.random.default_rng(0)

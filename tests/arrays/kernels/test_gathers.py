@@ -85,6 +85,13 @@ def test_every_dtype_of_indices(emulator: Any, place: Any, index: Any) -> None:
     np.testing.assert_array_equal(read(x, (at[:, ::3],), place), x[at[:, ::3]])
 
 
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_rows_of_every_size(emulator: Any, place: Any, size: int, index: Any) -> None:
+    x = place(np.random.default_rng(0).integers(0, 256, (7, size)), np.uint8)
+    np.testing.assert_array_equal(read(x, (REPEATED.astype(index),), place), x[REPEATED])
+
+
 def test_indices_out_of_range_wrap_around(emulator: Any, place: Any) -> None:
     """Where nobody has looked at them."""
     x = place(np.arange(20, dtype=np.float32).reshape(5, 4))

@@ -69,6 +69,13 @@ def test_values_and_cotangents_of_ragged_groups(
     assert not any(d[0].any() for d in found[3:])  # nobody was sent to the first
 
 
+def test_float16_has_its_own_products(emulator: Any, place: Any, close: Any) -> None:
+    """The long runs have all cases of it."""
+    if emulator.seed:
+        pytest.skip(SLOW)
+    compare(close, *operands(place, np.float16, [[0, 1], [1, 2], [1, 1]], 24, 40, 3))
+
+
 @pytest.mark.parametrize("shared", [99, 227])  # kilobytes: two stages, and four
 def test_more_steps_than_stages(emulator: Any, place: Any, close: Any, shared: int) -> None:
     """Tiles of later steps are copied to where those of earlier ones were read; results have two tiles of columns."""

@@ -98,10 +98,11 @@ def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtyp
     (y,), (expected,) = run("layer_norm", x, w, b, **PARAMS)
     assert y.dtype == np.float32
     close(y, expected)
-    got, expected = run("layer_norm_backward", g, x, w, **PARAMS)
-    assert [a.dtype for a in got] == [dtype, np.float32, np.float32]
-    for a, e in zip(got, expected, strict=True):
-        close(a, e)
+    for of_sum, of_x in (((), dtype), ((g,), np.float32)):  # of a sum its cotangent is added in its own dtype
+        got, expected = run("layer_norm_backward", g, x, w, *of_sum, **PARAMS)
+        assert [a.dtype for a in got] == [of_x, np.float32, np.float32]
+        for a, e in zip(got, expected, strict=True):
+            close(a.astype(dtype) if a is got[0] else a, e)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -205,10 +206,17 @@ def test_many_rows_a_block_and_many_blocks(emulator: Any, place: Any, close: Any
     assert emulator.launched[0][2][0] < -(-203 // 8)
 
 
-def test_rows_whose_sums_no_shared_memory_holds(emulator: Any, place: Any, close: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "mixed"),
+    [
+        (np.float32, False),
+        *(pytest.param(d, m, marks=pytest.mark.slow) for d in (np.float16, ml_dtypes.bfloat16) for m in (False, True)),
+    ],
+)
+def test_rows_whose_sums_no_shared_memory_holds(emulator: Any, place: Any, close: Any, dtype: Any, mixed: bool) -> None:
     """On a small device the sums of the parameters' gradients are made column by column."""
     emulator.device = emulator.device._replace(shared_memory=48 << 10)
-    x, w, _, g = operands(place, (3, 8192), np.float32)
+    x, w, _, g = operands(place, (3, 8192), dtype, mixed=mixed)
     for a, e in zip(*run("layer_norm_backward", g, x, w, **PARAMS), strict=True):
         close(a, e)
     assert any("norm_columns" in k for _, k, _, _ in emulator.launched)

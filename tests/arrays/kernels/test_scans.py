@@ -13,6 +13,7 @@ from meshtape.arrays.kernels import scans
 
 FLOATS = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 INTEGERS = [np.dtype(t) for t in ("?", "u2", "i4", "i8")]
+INTEGERS += [pytest.param(np.dtype(t), marks=pytest.mark.slow) for t in ("i1", "u1", "i2", "u4", "u8")]
 SHAPES = [
     *[((5, 40), 1), ((3, 1), 1), ((2, 7, 1500), 2), ((3, 2051), -1), ((9,), 0)],
     *[((70, 64), 0), ((3, 130, 33), 1), ((1, 65, 256), 1), ((6, 5, 3), 1), ((4, 6), 0)],

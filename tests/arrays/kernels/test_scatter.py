@@ -71,9 +71,9 @@ def test_every_key(emulator: Any, place: Any, mode: bool, shape: Any, key: Any) 
         ("scatter", (v, *arrays), {"template": template, "shape": shape}),
         ("index_add", (x, v, *arrays), {"template": template}),
         ("index_set", (x, v, *arrays), {"template": template}),
+        ("last_writes", (x, *arrays), {"template": template}),
         ("index_min", (x, v, *arrays), {"template": template}),
         ("index_max", (x, v, *arrays), {"template": template}),
-        ("last_writes", (x, *arrays), {"template": template}),
     ):
         before = [a.copy() for a in args]
         got = cuda(name, *args, **params)
@@ -110,13 +110,15 @@ def test_arrays_without_dimensions_and_keys_without_arrays(emulator: Any, place:
 
 @pytest.mark.parametrize("dtype", EXACT, ids=lambda d: np.dtype(d).name)
 def test_exact_dtypes(emulator: Any, place: Any, mode: bool, dtype: Any) -> None:
-    template, (ids,) = parsed((4, 3), (np.array([0, 3, 3, 0, 3, 2]),))
+    """Of writes that several chunks share."""
+    template, (ids,) = parsed((4, 3), (np.array([0, 3, 3, 0, 3, 2] * 2),))
     rng = np.random.default_rng(1)
-    x, v = (place(rng.integers(0, 200, s).astype(dtype)) for s in ((4, 3), (6, 3)))
-    for name in ("index_add", "index_set", "index_min", "index_max"):
-        got = cuda(name, x, v, place(ids), template=template)
+    x, v = (place(rng.integers(0, 200, s).astype(dtype)) for s in ((4, 3), (12, 3)))
+    for name in ("index_add", "index_set", "last_writes", "index_min", "index_max"):
+        given = (x,) if name == "last_writes" else (x, v)
+        got = cuda(name, *given, place(ids), template=template)
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got, cpu(name, x, v, ids, template=template))
+        np.testing.assert_array_equal(got, cpu(name, *given, ids, template=template))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: np.dtype(d).name)
@@ -164,6 +166,15 @@ def test_a_large_table_of_which_few_rows_are_written(emulator: Any, place: Any) 
     assert got.sum() == 12
     assert any("kept_by_order" in k for _, k, _, _ in emulator.launched)
     np.testing.assert_array_equal(cuda("last_writes", got, place(ids), template=template), [0, 0, 3, 4, 5])
+
+
+def test_marks_are_of_eight_bytes_where_writes_are_many(emulator: Any, place: Any) -> None:
+    """Of 2^31 writes and more, which would take an hour here."""
+    places, last, kept = place([2, 0, 2, 1, 0]), place(np.full(4, -1)), place(np.zeros(5), bool)
+    scatter._launch("mark_last<i64>", 5, places, last, np.int64(5))
+    scatter._launch("kept_by_mark<i64>", 5, places, last, kept, np.int64(5))
+    np.testing.assert_array_equal(last, [4, 3, 2, -1])
+    np.testing.assert_array_equal(kept, [False, False, True, True, True])
 
 
 def test_sums_over_many_chunks_have_one_order(emulator: Any, place: Any) -> None:
