@@ -121,17 +121,24 @@ class CudaMemory:
     def put(self, a: Any) -> Any:
         if isinstance(a, self.xp.ndarray):
             return a
-        return _block(self._backend.from_host(np.asarray(a), self._where))
+        host = np.asarray(a)
+        order = order_of(host)
+        if order is None or order == tuple(range(host.ndim)):
+            return _block(self._backend.from_host(host, self._where))
+        return self.put(host.transpose(order)).transpose(*np.argsort(order).tolist())
 
     def spilled(self, block: Any) -> np.ndarray:
-        """A block in pinned host memory, which the device copies to and from by itself."""
-        if is_on_host(block) or not block.size:
+        """A block without gaps in pinned host memory, which the device copies to and from by itself. The order of its
+        dimensions stays."""
+        order = order_of(block)
+        if is_on_host(block) or not block.size or order is None:
             return on_host(block)
         host_sync.note("blocks go to host memory")
+        laid = block.transpose(*order)  # what is in another order CuPy would copy on the device first
         held = self.xp.cuda.alloc_pinned_memory(block.nbytes)
-        out = np.frombuffer(held, np.uint8, block.nbytes).view(block.dtype).reshape(block.shape)
-        block.get(out=out)
-        return out
+        out = np.frombuffer(held, np.uint8, block.nbytes).view(block.dtype).reshape(laid.shape)
+        laid.get(out=out)
+        return out.transpose(np.argsort(order))
 
     def copy(self, to: Any, source: Any) -> None:
         to[...] = source
@@ -169,6 +176,21 @@ def memory_of(name: str) -> BlockMemory:
     """
     where = device(name)
     return HOST if where.kind == "cpu" else CudaMemory(cupy_backend(), where)
+
+
+def order_of(block: Any) -> tuple[int, ...] | None:
+    """The dimensions of a block from the slowest to the fastest in memory; None where it has gaps.
+
+    >>> order_of(np.zeros((2, 3)).T), order_of(np.zeros((2, 3))[:, :2])
+    ((1, 0), None)
+    """
+    order = tuple(sorted(range(block.ndim), key=lambda axis: -block.strides[axis]))
+    step = block.itemsize
+    for n, stride in ((block.shape[axis], block.strides[axis]) for axis in reversed(order)):
+        if n > 1 and stride != step and block.size:
+            return None
+        step *= n
+    return order
 
 
 def on_host(block: Any) -> np.ndarray:

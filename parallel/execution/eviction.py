@@ -1,27 +1,35 @@
 """Blocks of a run that wait in host memory, where its arrays do not fit on their GPU together.
 
 A run knows all its reads beforehand. Where a call finds no memory, blocks go to the host, and the call is made again:
-calls change none of their operands. First go blocks that are no part of the run, then those that it reads last (Belady,
-1966), twice as many at each attempt. A call that reads a block takes it back. Where nothing is left to go, a call is
-made in parts, if it has some. What each reads and makes must fit.
+calls change none of their operands. First go blocks that no call reads any more, then those of the run that it reads
+last (Belady, 1966), twice as many at each attempt. A call that reads a block takes it back. Where nothing is left to
+go, a call is made in parts, if it has some. What each reads and makes must fit.
 
-It is for runs of which this process hosts all ranks: elsewhere blocks may be on their way to another process.
+Blocks keep the order of their dimensions in memory, on which the order of sums depends; blocks with gaps stay. It is
+for runs of which this process hosts all ranks: elsewhere blocks may be on their way to another process.
 """
 
 from __future__ import annotations
 
 import traceback
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
-from ...arrays.core.errors import OutOfMemory
-from ..base.device_memory import CudaMemory, is_on_host
+from ...arrays.core.errors import MeshtapeError, OutOfMemory
+from ..base.device_memory import CudaMemory, is_on_host, order_of
 
-Call = tuple[Collection[int], Callable[[], None]]
-"""The variables that a call reads, and the call."""
 Blocks = MutableMapping[int, Any]
 """Of a variable, by rank."""
+
+
+class Call(NamedTuple):
+    """The variables that a call reads and makes, the call, and its error of another."""
+
+    reads: Collection[int]
+    makes: Collection[int]
+    act: Callable[[], None]
+    failure: Callable[[Exception], Exception]
 
 
 class Plan:
@@ -56,20 +64,26 @@ class Eviction:
 
     def call(self, n: int, call: Call, parts: Callable[[], Sequence[Call]] = tuple) -> None:
         """Make call ``n`` of the run, with what it reads on the device."""
-        (reads, act), count = call, 1
+        count = 1
         smaller: Sequence[Call] = ()
         while not smaller:
+            called = False
             try:
-                for v in self._away.intersection(reads):
+                for v in self._away.intersection(call.reads):
                     self._move(v, self._plan.memory.put)
                     self._away.discard(v)
-                act()
+                called = True
+                call.act()
                 return
             except Exception as e:
                 if not isinstance(self._plan.memory.translated(e), OutOfMemory):
                     raise
-                if not self._evict(n, reads, count) and not (smaller := parts()):
-                    raise
+                for v, held in ((v, held) for v in call.makes for held in self._env.values()):
+                    held.pop(v, None)  # of some ranks alone: it is made again
+                if not self._evict(n, call.reads, count) and not (smaller := parts()):
+                    if called and isinstance(e, MeshtapeError):
+                        raise
+                    raise call.failure(e) from e
                 _forget(e)
             count *= 2
         for part in smaller:
@@ -77,21 +91,28 @@ class Eviction:
 
     def _evict(self, n: int, reads: Collection[int], count: int) -> bool:
         """Move blocks to the host; whether there was one."""
-        present: dict[int, bool] = {}  # and whether a block is on the device
+        present: dict[int, bool] = {}  # and whether some blocks may go
         for held in self._env.values():
             for v, b in held.items():
-                present[v] = present.get(v, False) or not is_on_host(b)
-        own = {id(b) for v, b in self._owners.items() if v in present}
-        for blocks in self._others():
-            if id(blocks) not in own and not all(map(is_on_host, blocks.values())):
-                _spill(blocks, self._plan.memory)
+                present[v] = present.get(v, False) or _may_go(b)
+        for blocks in self._beside(present):
+            if any(map(_may_go, list(blocks.values()))):
+                blocks.update(moved(blocks, self._spilled))
                 return True
-        there = [v for v, here in present.items() if here and v not in reads]
+        there = [v for v, may_go in present.items() if may_go and v not in reads]
         chosen = sorted(there, key=lambda v: self._plan.next_read(v, n))[-count:]
         for v in chosen:
-            self._move(v, self._plan.memory.spilled)
+            self._move(v, self._spilled)
             self._away.add(v)
         return bool(chosen)
+
+    def _beside(self, present: Collection[int]) -> Iterator[Blocks]:
+        yield from (b for v, b in self._owners.items() if v not in present)
+        own = {id(b) for v, b in self._owners.items() if v in present}
+        yield from (b for b in self._others() if id(b) not in own)
+
+    def _spilled(self, block: Any) -> Any:
+        return self._plan.memory.spilled(block) if _may_go(block) else block
 
     def _move(self, v: int, to: Callable[[Any], Any]) -> None:
         blocks = {r: held[v] for r, held in self._env.items() if v in held}
@@ -99,6 +120,10 @@ class Eviction:
             self._env[rank][v] = block
             if v in self._owners:
                 self._owners[v][rank] = block
+
+
+def _may_go(block: Any) -> bool:
+    return not is_on_host(block) and order_of(block) is not None
 
 
 def _forget(error: BaseException | None) -> None:
@@ -111,10 +136,7 @@ def _forget(error: BaseException | None) -> None:
 
 def moved(blocks: Mapping[int, Any], to: Callable[[Any], Any]) -> dict[int, Any]:
     """Ranks that share a block share it there, too."""
-    each = {id(b): b for b in blocks.values()}
+    held = list(blocks.items())  # at once, as other threads may move them
+    each = {id(b): b for _, b in held}
     there = {key: to(b) for key, b in each.items()}
-    return {rank: there[id(b)] for rank, b in blocks.items()}
-
-
-def _spill(blocks: Blocks, memory: CudaMemory) -> None:
-    blocks.update(moved(blocks, memory.spilled))
+    return {rank: there[id(b)] for rank, b in held}

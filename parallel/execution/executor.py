@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -163,7 +163,8 @@ class Prepared:
         self.others: Callable[[], Iterable[Blocks]] = tuple
         """Blocks beside those of a run that may go to host memory before."""
         if isinstance(memory, CudaMemory) and self._all_here:
-            self.evicting = Plan([_reads(a) for a, _ in self._actions], program.outputs, memory)
+            self._about = [_about(a) for a, _ in self._actions]
+            self.evicting = Plan([a.reads for a in self._about], program.outputs, memory)
 
     # ----- preparing --------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Prepared:
         """Blocks of the outputs by rank, from the blocks of the inputs and constants by rank (in the program's
         order)."""
         with self.memory.using(), self._beside(transport) as beside:
-            return self._run(inputs, transport, beside)
+            return self._run(inputs, transport, beside, self.others)
 
     def loop(
         self,
@@ -283,21 +284,34 @@ class Prepared:
         stacked."""
         carry, rest = list(inputs[:carried]), list(inputs[carried:])
         stacks: list[dict[int, np.ndarray]] = []
+
+        def others() -> Iterator[Blocks]:
+            yield from self.others()
+            yield from (b for b in (*inputs, *carry) if isinstance(b, dict))
+
+        def with_room(act: Callable[[], None]) -> None:
+            if self.evicting is None:
+                act()
+            else:
+                call = self._call(About((), (), "the results of a loop, together", ""), act)
+                Eviction(self.evicting, {}, {}, others).call(0, call)
+
         with self.memory.using(), self._beside(transport) as beside:
             for t in range(turns):
                 if transport is not None:
                     transport.turn(t)
-                out = self._run([*carry, *(each[t] if each else ()), *rest], transport, beside)
+                out = self._run([*carry, *(each[t] if each else ()), *rest], transport, beside, others)
                 carry, seen = list(out[:carried]), out[carried:]
-                if t == 0:
-                    stacks = [{r: self._stack(turns, b) for r, b in o.items()} for o in seen]
+                stacks = stacks or [{} for _ in seen]
                 for stack, o in zip(stacks, seen, strict=True):
-                    for r, b in o.items():
-                        stack[r][t] = self.memory.put(b)
+                    with_room(partial(self._stack, stack, t, turns, o))
         return [*(dict(c) for c in carry), *stacks]
 
-    def _stack(self, turns: int, block: Any) -> Any:
-        return self.memory.empty((turns, *block.shape), block.dtype)
+    def _stack(self, stack: dict[int, Any], turn: int, turns: int, blocks: Mapping[int, Any]) -> None:
+        for r, b in blocks.items():
+            if r not in stack:
+                stack[r] = self.memory.empty((turns, *b.shape), b.dtype)
+            stack[r][turn] = self.memory.put(b)
 
     def _beside(self, transport: Transport | None) -> AbstractContextManager[Beside | None]:
         if not self.overlaps or transport is None:
@@ -305,7 +319,11 @@ class Prepared:
         return Beside(transport, self.memory)
 
     def _run(
-        self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None, beside: Beside | None
+        self,
+        inputs: Sequence[Mapping[int, np.ndarray]],
+        transport: Transport | None,
+        beside: Beside | None,
+        others: Callable[[], Iterable[Blocks]],
     ) -> list[dict[int, np.ndarray]]:
         p = self.program
         env: Env = {r: {} for r in self.hosted}
@@ -316,13 +334,14 @@ class Prepared:
         eviction = None
         if self.evicting is not None:
             owners = {v: b for v, b in zip(variables, inputs, strict=True) if isinstance(b, dict)}
-            eviction = Eviction(self.evicting, env, owners, self.others)
+            eviction = Eviction(self.evicting, env, owners, others)
         for n, (step, frees) in enumerate(self._actions):
             if eviction is None:
                 self._act(step, env, transport, beside)
             else:
                 act = partial(self._act, env=env, transport=transport, beside=beside)
-                eviction.call(n, (_reads(step), partial(act, step)), partial(_parts, step, act))
+                call = self._call(self._about[n], partial(act, step))
+                eviction.call(n, call, partial(self._parts, step, act))
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
@@ -348,6 +367,14 @@ class Prepared:
             assert beside is not None
             ticket, moves = step
             beside.start(ticket, moves, self._run_moves, moves, env, transport)
+
+    def _call(self, about: About, act: Callable[[], None]) -> Call:
+        failure = partial(self._failure, self.hosted[0], origin=about.origin, site=about.site)
+        return Call(about.reads, about.makes, act, failure)
+
+    def _parts(self, action: Any, act: Callable[[Any], None]) -> list[Call]:
+        parts = action.parts() if isinstance(action, PreparedChain) else ()
+        return [self._call(_about(p), partial(act, p)) for p in parts]
 
     def _run_local(self, s: PreparedLocal, env: Env) -> None:
         fn, args, outputs, put = s.fn, s.args, s.outputs, self.memory.put
@@ -406,18 +433,23 @@ class Prepared:
                 env[rank][m.target] = block
 
 
-def _reads(action: Any) -> list[int]:
-    """Variables that an action of a program whose ranks are all here reads."""
-    if isinstance(action, PreparedLocal):
-        return [v for v, _ in action.args if v >= 0]
+class About(NamedTuple):
+    """The variables that an action of a program whose ranks are all here reads and makes; its op and line."""
+
+    reads: Sequence[int]
+    makes: Sequence[int]
+    origin: str
+    site: str
+
+
+def _about(action: Any) -> About:
+    if isinstance(action, PreparedMoves):
+        reads = [v for m in action.moves for v in (m.source, m.table) if v is not None]
+        return About(reads, [m.target for m in action.moves], action.text, "")
     if isinstance(action, PreparedChain):
-        return list(action.inputs)
-    return [v for m in action.moves for v in (m.source, m.table) if v is not None]
-
-
-def _parts(action: Any, act: Callable[[Any], None]) -> list[Call]:
-    parts = action.parts() if isinstance(action, PreparedChain) else ()
-    return [(p.inputs, partial(act, p)) for p in parts]
+        first = action.calls[0]
+        return About(action.inputs, action.outputs, first.origin or first.op.name, first.site)
+    return About([v for v, _ in action.args if v >= 0], action.outputs, action.origin, action.site)
 
 
 class Beside:

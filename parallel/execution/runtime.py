@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -130,11 +130,14 @@ def _shared(blocks: Mapping[int, np.ndarray]) -> dict[int, Any]:
 class LocalRuntime:
     """All ranks in this process, in lockstep: the default, and the bench on which every rule is tested."""
 
+    _all: ClassVar[list[weakref.ref[LocalRuntime]]] = []
+
     def __init__(self, sizes: tuple[int, ...], memory: BlockMemory = HOST) -> None:
         self.sizes, self.memory = sizes, memory
         self._kept: weakref.WeakValueDictionary[int, LocalBlocks] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._there: weakref.WeakKeyDictionary[HostValue, Mapping[int, Any]] = weakref.WeakKeyDictionary()
+        self._all.append(weakref.ref(self, self._all.remove))
+        self._there: weakref.WeakKeyDictionary[HostValue, dict[int, Any]] = weakref.WeakKeyDictionary()
         self.ranks = tuple(range(math.prod(sizes)))
         self.homes = (0,) * len(self.ranks)
 
@@ -156,7 +159,7 @@ class LocalRuntime:
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         prepared = Prepared(program, self.ranks, self.homes, names, self.memory)
-        prepared.others = lambda: [*(b.blocks for b in list(self._kept.values())), *list(self._there.values())]
+        prepared.others = self._on_the_device
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
             blocks = [self._blocks(h) for h in handles]
@@ -166,6 +169,15 @@ class LocalRuntime:
             return list(map(self._keep, prepared.loop(blocks, turns.count, turns.carried, each)))
 
         return run
+
+    def _on_the_device(self) -> Iterator[dict[int, Any]]:
+        """The blocks of all arrays on the device of this mesh, the oldest first. References come at once, as other
+        threads make arrays."""
+        meshes = [m for r in list(self._all) if (m := r()) is not None and m.memory.name == self.memory.name]
+        for mesh in meshes:
+            yield from (b.blocks for r in mesh._kept.valuerefs() if (b := r()) is not None)
+            values = (mesh._there.get(v) for r in mesh._there.keyrefs() if (v := r()) is not None)
+            yield from (blocks for blocks in values if blocks is not None)
 
     def wait(self, handle: Any) -> None:
         """Nothing is under way."""

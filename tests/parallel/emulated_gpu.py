@@ -104,6 +104,8 @@ class DeviceArray:
         if out is None:
             return self._a.copy()
         assert (out.shape, out.dtype, out.flags.c_contiguous) == (self.shape, self.dtype, True)
+        if not self._a.flags.c_contiguous:  # CuPy copies it on the device first
+            self._like(self._a.copy())
         out[...] = self._a
         return out
 
