@@ -61,8 +61,9 @@ class SparseGradient:
             ids = ids * self.shape[d] + np.asarray(i)
         values = np.asarray(self.values).reshape(len(ids), -1) if len(ids) else np.zeros((0, 1), self.dtype)
         if not len(ids):
-            return wrap(np.zeros(self.shape, self.dtype))
-        return wrap(SparseCotangent.of_rows(Rows(self.axes, ids, values), self.shape).compact())
+            return asarray(np.zeros(self.shape, self.dtype), device=self.values.device)
+        out = wrap(SparseCotangent.of_rows(Rows(self.axes, ids, values), self.shape).compact())
+        return out if self.values.device.kind == "cpu" else out.to_device(self.values.device)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -120,7 +121,8 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     if type(g._buf) is not SparseCotangent:
         host = g._concrete()
         ids = np.flatnonzero((host != 0).reshape(len(host), math.prod(shape[1:])).any(axis=1))
-        return SparseGradient((0,), (wrap(ids),), wrap(host[ids]), shape)
+        there = None if g.sharding is not None else g.device
+        return SparseGradient((0,), (asarray(ids, device=there),), asarray(host[ids], device=there), shape)
     axes, ids, values = g._buf.summed()
     rest = tuple(n for d, n in enumerate(shape) if d not in axes)
     indices = np.unravel_index(ids, [shape[d] for d in axes]) if len(axes) != 1 else (ids,)

@@ -45,14 +45,12 @@ real_library = pytest.mark.skipif(
     "MESHTAPE_EMULATED_GPU" in os.environ, reason="this process has the fake library under the same name"
 )
 EXCUSED = {
-    # Examples of docstrings that go another way where all numbers are zero,
+    # Examples of docstrings that go another way where all numbers are zero.
     "ravel_multi_index": "is outside its length",
     "unravel_index": "is outside an array",
     "geometric": "p must be above 0|name 'x' is not defined",
     "triangular": "must ascend|name 'x' is not defined",
     "Trainer": "at step 1 the loss is 0.0 and .* a positive weight alone|name 'result' is not defined",
-    # and one of a function that gives its arrays on the CPU.
-    "sparse_gradient": "the arrays are on different devices: cpu, cuda:0",
 }
 
 
