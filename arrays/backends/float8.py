@@ -52,6 +52,8 @@ class Float8(Deferred):
                 return (op.overrides["cupy"](*bufs, **params),)
             if op.name == "astype" and wanted[0].dtype == self.dtype:
                 return (self,)
+            if op.name == "astype" and wanted[0].dtype == np.float32:
+                return (self._as(self, np.float32),)
             if op.view == "always" and wanted[0].dtype == self.dtype:
                 moved = [b.memory if type(b) is Float8 else b for b in bufs]
                 return (Float8(self.backend, self.backend.run(op, moved, params)[0], self.dtype),)
