@@ -478,6 +478,7 @@ def installed(count: int = 2, limit: int | None = None) -> Iterator[Namespace]:
     global XP, memory
     from meshtape.arrays import OPS
     from meshtape.arrays.backends.backend import cupy_backend
+    from meshtape.arrays.kernels import launch
     from meshtape.autodiff.compiler import cuda_fusion
     from meshtape.parallel.execution import devices as gpus
 
@@ -496,6 +497,7 @@ def installed(count: int = 2, limit: int | None = None) -> Iterator[Namespace]:
     for op in by_kernels:
         op._bound[xp.__name__] = functools.partial(called, op.numpy)
     cupy_backend.cache_clear()
+    launch._cuda_runner.cache_clear()  # which knows CuPy's arrays
     chain, cuda_fusion.executable = cuda_fusion.executable, call_by_call
     memory = xp.memory = None if limit is None else Memory(limit)
     try:
@@ -504,6 +506,7 @@ def installed(count: int = 2, limit: int | None = None) -> Iterator[Namespace]:
         memory = None
         XP, gpus._no_driver, cuda_fusion.executable = before, driver, chain
         cupy_backend.cache_clear()
+        launch._cuda_runner.cache_clear()
         for op in by_kernels:
             del op._bound[xp.__name__]
         for n, m in modules.items():
