@@ -652,7 +652,7 @@ def test_served_ranges_behind_references_without_a_time_are_of_one_file(untimed)
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
             return answer.status, answer.headers["ETag"], answer.read()
 
-    with serve(where) as server:
+    with serve(where, follow=True) as server:
         url = server.url + "safetensors/model.safetensors"
         _, etag, whole = get()
         put(2)

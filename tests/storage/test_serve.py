@@ -757,8 +757,13 @@ def test_without_descriptors_connections_wait_and_silent_ones_are_closed(tmp_pat
     accept, tried = socket.socket.accept, []
 
     def short(sock):
+        if sock.getsockname()[1:2] != (server.port,):  # of something else in this process
+            return accept(sock)
         tried.append(sock)
         raise OSError(number, os.strerror(number))
+
+    def told():
+        return [r.message for r in caplog.records if r.name == "meshtape.browse"]
 
     def connect():
         held = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -782,7 +787,7 @@ def test_without_descriptors_connections_wait_and_silent_ones_are_closed(tmp_pat
             for _ in range(50):
                 assert answers(busy)
         assert len(tried) == 1
-        assert [r.message for r in caplog.records] == [
+        assert told() == [
             f"{os.strerror(number)}: new connections wait, 0 silent ones were closed; allow more by ulimit -n"
         ]
     caplog.clear()
@@ -795,4 +800,4 @@ def test_without_descriptors_connections_wait_and_silent_ones_are_closed(tmp_pat
         with connect() as later:
             assert answers(later)
         assert silent.sock.recv(1) == b""
-        assert len(caplog.records) == 1
+        assert len(told()) == 1
