@@ -121,7 +121,7 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     if type(g._buf) is not SparseCotangent:
         host = g._concrete()
         ids = np.flatnonzero((host != 0).reshape(len(host), math.prod(shape[1:])).any(axis=1))
-        there = None if g.sharding is not None else g.device
+        there = "cpu" if g.sharding is not None else g.device
         return SparseGradient((0,), (asarray(ids, device=there),), asarray(host[ids], device=there), shape)
     axes, ids, values = g._buf.summed()
     rest = tuple(n for d, n in enumerate(shape) if d not in axes)

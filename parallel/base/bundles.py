@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import settings
-from .device_memory import BlockMemory, CudaMemory, is_on_host, memory_of, on_host
+from .device_memory import BlockMemory, CudaMemory, is_on_host, memory_of, moved, on_host
 
 
 class Bundle:
@@ -33,11 +33,12 @@ class Bundle:
         every = [b for blocks in list(self.slots.values()) for b in blocks.values()]
         return {id(b): b.nbytes for b in every if is_on_host(b) == host}
 
-    def spill(self) -> None:
+    def spill(self, memory: CudaMemory) -> None:
         """Move its blocks to host memory, where Dask may put them aside on disk. A run that reads them takes them
         back."""
         for i, blocks in list(self.slots.items()):
-            host = {r: on_host(b) for r, b in blocks.items()}
+            with memory.using():
+                host = moved(blocks, memory.spilled)
             if self.slots.get(i) is blocks:  # slots may be dropped meanwhile
                 self.slots[i] = host
 
@@ -79,7 +80,7 @@ def make_room(kept: Callable[[], Iterable[Any]], needed: Iterable[Bundle], memor
         if sum(functools.reduce(operator.or_, sizes[i:], size).values()) <= limit:
             return
         if sizes[i]:
-            bundle.spill()
+            bundle.spill(memory)
 
 
 _last_read = operator.attrgetter("last_read")

@@ -7,7 +7,7 @@ through the host are copied there when they arrive. Blocks that leave the proces
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -196,6 +196,14 @@ def order_of(block: Any) -> tuple[int, ...] | None:
 def on_host(block: Any) -> np.ndarray:
     """A block in host memory; the block itself if it is there already."""
     return block if isinstance(block, np.ndarray) else block.get()
+
+
+def moved(blocks: Mapping[int, Any], to: Callable[[Any], Any]) -> dict[int, Any]:
+    """Ranks that share a block share it there, too."""
+    held = list(blocks.items())  # at once, as other threads may move them
+    each = {id(b): b for _, b in held}
+    there = {key: to(b) for key, b in each.items()}
+    return {rank: there[id(b)] for rank, b in held}
 
 
 def is_on_host(block: Any) -> bool:

@@ -423,10 +423,10 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             program, names, buckets, native = unpacked(m["program"])
             here = context.hosted, context.homes, names, context.memory
             prepared = Prepared(program, *here, buckets, context.hosts, native)
+            prepared.others = lambda: oldest_first(state.resident.in_memory())
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
-        prepared.others = lambda: oldest_first(state.resident.in_memory())
         make_room(state.resident.in_memory, bundles.values(), memory)
         # A program whose ranks are all here takes blocks to the device when it reads them.
         landed = functools.partial(_landed, bundles=bundles, given=given, memory=HOST if prepared.evicting else memory)

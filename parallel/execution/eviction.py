@@ -17,18 +17,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from typing import Any, NamedTuple
 
 from ...arrays.core.errors import MeshtapeError, OutOfMemory
-from ..base.device_memory import CudaMemory, is_on_host, order_of
+from ..base.device_memory import CudaMemory, is_on_host, moved, order_of
 
+Act = Callable[[], None]
 Blocks = MutableMapping[int, Any]
 """Of a variable, by rank."""
 
 
 class Call(NamedTuple):
-    """The variables that a call reads and makes, the call, and its error of another."""
+    """The variables that a call reads and makes, and its error of another."""
 
     reads: Collection[int]
     makes: Collection[int]
-    act: Callable[[], None]
     failure: Callable[[Exception], Exception]
 
 
@@ -62,10 +62,10 @@ class Eviction:
         self._plan, self._env, self._owners, self._others = plan, env, owners, others
         self._away = {v for blocks in env.values() for v, b in blocks.items() if is_on_host(b)}
 
-    def call(self, n: int, call: Call, parts: Callable[[], Sequence[Call]] = tuple) -> None:
-        """Make call ``n`` of the run, with what it reads on the device."""
+    def call(self, n: int, call: Call, act: Act, parts: Callable[[], Sequence[tuple[Call, Act]]] = tuple) -> None:
+        """Make call ``n`` of the run, by ``act``, with what it reads on the device."""
         count = 1
-        smaller: Sequence[Call] = ()
+        smaller: Sequence[tuple[Call, Act]] = ()
         while not smaller:
             called = False
             try:
@@ -73,7 +73,7 @@ class Eviction:
                     self._move(v, self._plan.memory.put)
                     self._away.discard(v)
                 called = True
-                call.act()
+                act()
                 return
             except Exception as e:
                 if not isinstance(self._plan.memory.translated(e), OutOfMemory):
@@ -87,7 +87,7 @@ class Eviction:
                 _forget(e)
             count *= 2
         for part in smaller:
-            self.call(n, part)
+            self.call(n, *part)
 
     def _evict(self, n: int, reads: Collection[int], count: int) -> bool:
         """Move blocks to the host; whether there was one."""
@@ -132,11 +132,3 @@ def _forget(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-def moved(blocks: Mapping[int, Any], to: Callable[[Any], Any]) -> dict[int, Any]:
-    """Ranks that share a block share it there, too."""
-    held = list(blocks.items())  # at once, as other threads may move them
-    each = {id(b): b for _, b in held}
-    there = {key: to(b) for key, b in each.items()}
-    return {rank: there[id(b)] for rank, b in held}

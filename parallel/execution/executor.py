@@ -163,8 +163,8 @@ class Prepared:
         self.others: Callable[[], Iterable[Blocks]] = tuple
         """Blocks beside those of a run that may go to host memory before."""
         if isinstance(memory, CudaMemory) and self._all_here:
-            self._about = [_about(a) for a, _ in self._actions]
-            self.evicting = Plan([a.reads for a in self._about], program.outputs, memory)
+            self._calls = [self._call(a) for a, _ in self._actions]
+            self.evicting = Plan([c.reads for c in self._calls], program.outputs, memory)
 
     # ----- preparing --------------------------------------------------------------------------------------------------
 
@@ -293,8 +293,8 @@ class Prepared:
             if self.evicting is None:
                 act()
             else:
-                call = self._call(About((), (), "the results of a loop, together", ""), act)
-                Eviction(self.evicting, {}, {}, others).call(0, call)
+                failure = partial(self._failure, self.hosted[0], origin="the results of a loop, together", site="")
+                Eviction(self.evicting, {}, {}, others).call(0, Call((), (), failure), act)
 
         with self.memory.using(), self._beside(transport) as beside:
             for t in range(turns):
@@ -335,13 +335,12 @@ class Prepared:
         if self.evicting is not None:
             owners = {v: b for v, b in zip(variables, inputs, strict=True) if isinstance(b, dict)}
             eviction = Eviction(self.evicting, env, owners, others)
+        act = partial(self._act, env=env, transport=transport, beside=beside)
         for n, (step, frees) in enumerate(self._actions):
             if eviction is None:
-                self._act(step, env, transport, beside)
+                act(step)
             else:
-                act = partial(self._act, env=env, transport=transport, beside=beside)
-                call = self._call(self._about[n], partial(act, step))
-                eviction.call(n, call, partial(self._parts, step, act))
+                eviction.call(n, self._calls[n], partial(act, step), partial(self._parts, step, act))
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
@@ -368,13 +367,22 @@ class Prepared:
             ticket, moves = step
             beside.start(ticket, moves, self._run_moves, moves, env, transport)
 
-    def _call(self, about: About, act: Callable[[], None]) -> Call:
-        failure = partial(self._failure, self.hosted[0], origin=about.origin, site=about.site)
-        return Call(about.reads, about.makes, act, failure)
+    def _call(self, action: Any) -> Call:
+        """An action of a program whose ranks are all here, as a call whose operands may be away."""
+        if isinstance(action, PreparedMoves):
+            reads = [v for m in action.moves for v in (m.source, m.table) if v is not None]
+            makes, origin, site = [m.target for m in action.moves], action.text, ""
+        elif isinstance(action, PreparedChain):
+            first = action.calls[0]
+            reads, makes, origin, site = action.inputs, action.outputs, first.origin or first.op.name, first.site
+        else:
+            reads, makes = [v for v, _ in action.args if v >= 0], action.outputs
+            origin, site = action.origin, action.site
+        return Call(reads, makes, partial(self._failure, self.hosted[0], origin=origin, site=site))
 
-    def _parts(self, action: Any, act: Callable[[Any], None]) -> list[Call]:
+    def _parts(self, action: Any, act: Callable[[Any], None]) -> list[tuple[Call, Callable[[], None]]]:
         parts = action.parts() if isinstance(action, PreparedChain) else ()
-        return [self._call(_about(p), partial(act, p)) for p in parts]
+        return [(self._call(p), partial(act, p)) for p in parts]
 
     def _run_local(self, s: PreparedLocal, env: Env) -> None:
         fn, args, outputs, put = s.fn, s.args, s.outputs, self.memory.put
@@ -431,25 +439,6 @@ class Prepared:
         for m, blocks in zip(s.moves, found, strict=True):
             for rank, block in blocks.items():
                 env[rank][m.target] = block
-
-
-class About(NamedTuple):
-    """The variables that an action of a program whose ranks are all here reads and makes; its op and line."""
-
-    reads: Sequence[int]
-    makes: Sequence[int]
-    origin: str
-    site: str
-
-
-def _about(action: Any) -> About:
-    if isinstance(action, PreparedMoves):
-        reads = [v for m in action.moves for v in (m.source, m.table) if v is not None]
-        return About(reads, [m.target for m in action.moves], action.text, "")
-    if isinstance(action, PreparedChain):
-        first = action.calls[0]
-        return About(action.inputs, action.outputs, first.origin or first.op.name, first.site)
-    return About([v for v, _ in action.args if v >= 0], action.outputs, action.origin, action.site)
 
 
 class Beside:

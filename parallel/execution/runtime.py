@@ -17,10 +17,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ...arrays.core.errors import OutOfMemory
-from ..base.device_memory import HOST, BlockMemory, on_host, serving
+from ..base.device_memory import HOST, BlockMemory, moved, on_host, serving
 from ..partition.rank_program import RankProgram
 from ..sharding.placement import Layout, block_box
-from .eviction import moved
 from .executor import Prepared
 from .memory_limits import Value
 
@@ -136,7 +135,8 @@ class LocalRuntime:
         self.sizes, self.memory = sizes, memory
         self._kept: weakref.WeakValueDictionary[int, LocalBlocks] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._all.append(weakref.ref(self, self._all.remove))
+        if memory is not HOST:
+            self._all.append(weakref.ref(self, self._all.remove))
         self._there: weakref.WeakKeyDictionary[HostValue, dict[int, Any]] = weakref.WeakKeyDictionary()
         self.ranks = tuple(range(math.prod(sizes)))
         self.homes = (0,) * len(self.ranks)
@@ -152,9 +152,9 @@ class LocalRuntime:
             return handle.blocks
         blocks = self._there.get(handle)
         if blocks is None:
-            blocks = _shared({r: handle.block(r) for r in self.ranks})
+            blocks = {r: handle.block(r) for r in self.ranks}
             if self.memory is not HOST:  # a run takes it to the device: it travels once
-                self._there[handle] = blocks
+                blocks = self._there[handle] = _shared(blocks)
         return blocks
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
@@ -197,13 +197,17 @@ class LocalRuntime:
 
     def adopt(self, blocks: Mapping[int, np.ndarray]) -> LocalBlocks:
         """Host blocks as blocks of the mesh. On a GPU without room for them they wait for a run that reads them."""
+        if self.memory is HOST:
+            return LocalBlocks(dict(blocks))
         there = _shared(blocks)
         with contextlib.suppress(OutOfMemory), self.memory.using():
             there = moved(there, self.memory.put)
         return self._keep(there)
 
     def _keep(self, blocks: dict[int, Any]) -> LocalBlocks:
-        made = self._kept[next(self._numbers)] = LocalBlocks(blocks)
+        made = LocalBlocks(blocks)
+        if self.memory is not HOST:
+            self._kept[next(self._numbers)] = made
         return made
 
     def abandon(self) -> None:

@@ -987,7 +987,7 @@ def donated(_: str) -> dict[str, Any]:
     bundle = Bundle({0: {0: loop.state[0][0]._buf}})
     before = loop.state[0][0].numpy()
     out["with a kept block"] = [loop.step(), loop.step()]
-    bundle.spill()
+    bundle.spill(memory_of("cuda:0"))
     out["with a spilled block"] = [loop.step(), loop.step()]
     out["the block"] = bool(np.array_equal(bundle.slots[0][0], before))
     return out | {"failures": FAKE.libraries.failures}
