@@ -37,8 +37,7 @@ class Bundle:
         """Move its blocks to host memory, where Dask may put them aside on disk. A run that reads them takes them
         back."""
         for i, blocks in list(self.slots.items()):
-            with memory.using():
-                host = moved(blocks, memory.spilled)
+            host = moved(blocks, memory.spilled)
             if self.slots.get(i) is blocks:  # slots may be dropped meanwhile
                 self.slots[i] = host
 

@@ -134,10 +134,11 @@ class CudaMemory:
         if is_on_host(block) or not block.size or order is None:
             return on_host(block)
         host_sync.note("blocks go to host memory")
-        laid = block.transpose(*order)  # what is in another order CuPy would copy on the device first
-        held = self.xp.cuda.alloc_pinned_memory(block.nbytes)
-        out = np.frombuffer(held, np.uint8, block.nbytes).view(block.dtype).reshape(laid.shape)
-        laid.get(out=out)
+        with block.device:
+            laid = block.transpose(*order)  # what is in another order CuPy would copy on the device first
+            held = self.xp.cuda.alloc_pinned_memory(block.nbytes)
+            out = np.frombuffer(held, np.uint8, block.nbytes).view(block.dtype).reshape(laid.shape)
+            laid.get(out=out)
         return out.transpose(np.argsort(order))
 
     def copy(self, to: Any, source: Any) -> None:

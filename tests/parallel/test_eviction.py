@@ -184,3 +184,12 @@ def test_threads_share_a_mesh_that_is_short_of_memory(gpus: Any) -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(work, range(8)))
+
+
+def test_blocks_of_another_device_go_from_there(gpus: Any) -> None:
+    with gpus(2):
+        one, two = memory_of("cuda:0"), memory_of("cuda:1")
+        with one.using():
+            block = one.put(np.arange(6.0).reshape(2, 3))
+        with two.using():
+            np.testing.assert_array_equal(two.spilled(block), np.arange(6.0).reshape(2, 3))

@@ -245,6 +245,7 @@ def test_many_small_boxes_of_a_shared_tensor_are_not_compared_with_each_other(tm
     assert compared[0] < 60 * rows
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of those that a finalizer gets
 def test_an_interrupt_leaves_no_evaluation_and_no_tally_behind():
     """At any moment, while its exception is kept, as a notebook keeps it."""
     kept, state = [], ({}, casting.Tally())
