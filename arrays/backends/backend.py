@@ -78,14 +78,20 @@ class CuPyBackend:
     def device_count(self) -> int:
         return int(self.xp.cuda.runtime.getDeviceCount())
 
+    @functools.cached_property
+    def several(self) -> bool:
+        """There is more than one device (their number is fixed once CUDA has begun)."""
+        return self.device_count() > 1
+
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
         array = self._array
-        for buf in bufs:
-            if isinstance(buf, array):
-                if (where := buf.device).id != self._current():
-                    with where:
-                        return self.run(op, bufs, params)
-                break
+        if self.several:  # asking where a buffer lies takes a tenth of what the host has to do for a small call
+            for buf in bufs:
+                if isinstance(buf, array):
+                    if (where := buf.device).id != self._current():
+                        with where:
+                            return self.run(op, bufs, params)
+                    break
         try:
             fn = op.bind(self.xp)
             out = fn(*bufs, **params) if params else fn(*bufs)

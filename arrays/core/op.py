@@ -211,17 +211,15 @@ def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any], elementwise: bool) -> C
     known: dict[Any, tuple[Any, ...]] = {}  # the rule takes longer than the call that starts a kernel
 
     def run(*bufs: Any, **params: Any) -> Any:
-        if elementwise:
-            most = 1  # no result has more elements
-            for b in bufs:
-                most *= getattr(b, "size", 1)
-            if most >= Op.large and (out := Op.of_large(op, bufs, params)) is not NotImplemented:
-                return out
+        most, alike = 1, True  # no result has more elements
         for b in bufs:
             d = getattr(b, "dtype", None)
-            if d is not None and d.num not in _ALIKE:
-                break
-        else:
+            if d is not None:
+                most *= b.size
+                alike = alike and d.num in _ALIKE
+        if elementwise and most >= Op.large and (out := Op.of_large(op, bufs, params)) is not NotImplemented:
+            return out
+        if alike:
             return fn(*bufs, **params) if params else fn(*bufs)
         try:
             key = (*[getattr(b, "dtype", type(b)) for b in bufs], *params.items())
