@@ -192,8 +192,8 @@ large_copy: Callable[[Any, Any], None] | None = None
 
 
 def write(out: Any, key: Any, value: Any) -> None:
-    """``out[key] = value`` by a key without arrays, of a value in other memory."""
-    alike = getattr(value, "dtype", None) == out.dtype and out.dtype.itemsize <= 8
+    """``out[key] = value`` by a key without arrays, of a value in other memory, or of a number."""
+    alike = type(value) is type(out) and value.dtype == out.dtype and out.dtype.itemsize <= 8
     part = out[key] if alike and out.size >= Op.large and large_copy is not None and key is not ... else out
     if not alike or large_copy is None or part.size < Op.large:
         out[key] = value

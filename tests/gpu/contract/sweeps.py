@@ -46,6 +46,7 @@ import numpy as np  # noqa: E402
 
 import meshtape as mt  # noqa: E402
 from meshtape.arrays.core.dispatch import apply  # noqa: E402
+from meshtape.arrays.core.op import Op  # noqa: E402
 
 op_samples, every = beside("../../op_samples.py"), beside("../test_every_op.py")
 DTYPES = [*every.FLOATS, *every.OTHERS]
@@ -194,6 +195,25 @@ def derivatives(_: str = "") -> dict[str, Any]:
                 row.compare(row.on_gpu(lambda g=given, p=gpu: p(g), (), what, costed), back, what)
         out[name] = vars(row)
     return out
+
+
+def large(_: str = "") -> dict[str, Any]:
+    """Both in two dtypes, by the kernels for calls of many elements, of operands with gaps between their rows."""
+    global placed
+
+    def placed(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+        def held(a: np.ndarray) -> mt.Array:
+            wide = np.zeros((*a.shape[:-1], a.shape[-1] + 3), a.dtype)
+            wide[..., 1:-2] = a
+            return mt.asarray(wide, device=device)[..., 1:-2]
+
+        return tuple(
+            (held(a) if a.ndim else mt.asarray(a, device=device)) if isinstance(a, np.ndarray) else a for a in args
+        )
+
+    Op.large = 1
+    every.FLOATS[:] = DTYPES[:] = [np.dtype(np.float32), every.BFLOAT16]
+    return {f"{kind.__name__}, {name}": row for kind in (ops, derivatives) for name, row in kind().items()}
 
 
 # ----- code that is written for other ends ----------------------------------------------------------------------------

@@ -78,6 +78,18 @@ def test_results_are_those_of_the_cpu(kind: str, family: str, sweep: Sweep) -> N
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 
 
+def test_large_calls_take_operands_of_any_layout(sweep: Sweep, record_property: Callable[..., None]) -> None:
+    rows = sweep("large")
+    record_property("counted", f"large: {sum(row['calls'] for row in rows.values())} calls")
+    found = [
+        f"{name}{d}"
+        for name, row in rows.items()
+        for d in row["differences"]
+        if not re.search(REFUSED.get(name.partition(", ")[2], "$^"), d)
+    ]
+    assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
+
+
 @pytest.mark.parametrize("kind", ["ops", "derivatives"])
 def test_waits_are_told(kind: str, sweep: Sweep) -> None:
     found = [f"{name}({what})" for name, row in sweep(kind).items() for what in row["silent"]]
