@@ -10,7 +10,7 @@
 # GPU_DAY_SECONDS bounds the whole run: parts that no time is left for are named. GPU_DAY_PYTHON is the interpreter.
 set -euo pipefail
 
-PARTS=(config arrays kernels programs transfers meshes nccl calls derivatives benchmark memcheck racecheck)
+PARTS=(config arrays kernels programs transfers meshes nccl calls derivatives layouts benchmark memcheck racecheck)
 LIMIT=540 # seconds of one part
 MOST=$((64 << 20))
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -53,7 +53,7 @@ part() {
     case $name in
     config) command=("$python" gpu_day_report.py config) ;;
     arrays | kernels | programs | transfers | meshes | nccl) tests=("tests/gpu/test_$name.py") ;;
-    calls | derivatives) tests=(tests/gpu/test_every_op.py -k "test_$name") ;;
+    calls | derivatives | layouts) tests=(tests/gpu/test_every_op.py -k "test_$name") ;;
     benchmark) command=("$python" benchmarks/gpu.py --quick --json "$out/parts/benchmark.rows.json") ;;
     memcheck | racecheck)
         if ! command -v compute-sanitizer >/dev/null; then
@@ -64,7 +64,7 @@ part() {
         tests=(tests/gpu/test_kernels.py)
         ;;
     esac
-    if [[ $name == calls || $name == derivatives ]] && (($(nproc) >= 8)); then
+    if [[ " calls derivatives layouts " == *" $name "* ]] && (($(nproc) >= 8)); then
         tests+=(-n 8) # most of the time is the compiler's
     fi
     if ((${#tests[@]})); then
@@ -101,7 +101,7 @@ run() {
     cd "$work"
     for name in "${chosen[@]}"; do
         case $name in
-        arrays | kernels | programs | transfers | meshes | nccl | calls | derivatives) ;;
+        arrays | kernels | programs | transfers | meshes | nccl | calls | derivatives | layouts) ;;
         *) wait ;; # times, and what the sanitizer says, are of a device without other work
         esac
         local left=$((end - SECONDS))

@@ -3,6 +3,8 @@ op takes."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from op_samples import SAMPLES, calls, differentiable, recast, rng_of, slopes
 
 import meshtape as mt
 from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.core.op import Op
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(t) for t in (np.float64, np.float32, np.float16)] + [BFLOAT16]
@@ -111,6 +114,33 @@ def test_calls(name: str) -> None:
                 continue
             seen.add(key)
             found += differences(name, lambda *xs, p=params: apply(op, xs, p), cast, name not in PHASES, (op, params))
+    found = [f for f in found if not re.search(KNOWN.get(name, "$^"), f)]
+    assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
+
+
+LAYOUTS: dict[str, Callable[[mt.Array], mt.Array]] = {
+    "with gaps": lambda x: mt.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 2)])[..., 1:-2],
+    "turned": lambda x: mt.permute_dims(mt.stack([mt.permute_dims(x, range(x.ndim)[::-1])])[0], range(x.ndim)[::-1]),
+    "backwards": lambda x: mt.flip(x)[(slice(None, None, -1),) * x.ndim],
+    "each second": lambda x: mt.repeat(x, 2, axis=0)[::2],
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and bfloat16, by the kernels for calls of many elements where there are some."""
+    monkeypatch.setattr(Op, "large", 1)
+    found, op = [], mt.OPS[name]
+
+    def laid(layout: str, x: Any) -> Any:
+        return LAYOUTS[layout](x) if isinstance(x, mt.Array) and x.ndim and x.dtype.itemsize > 1 else x
+
+    def call(layout: str, params: Any, *xs: Any) -> Any:
+        return apply(op, tuple(laid(layout, x) for x in xs), params)
+
+    for (args, params), dtype, layout in itertools.product(calls(name), (np.dtype(np.float32), BFLOAT16), LAYOUTS):
+        cast = tuple(recast(a, dtype) for a in args)
+        found += differences(name, functools.partial(call, layout, params), cast, name not in PHASES, (op, params))
     found = [f for f in found if not re.search(KNOWN.get(name, "$^"), f)]
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 

@@ -121,13 +121,13 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
         "arrays": "passed",
         "kernels": "failed (status 1)",
         "programs": "ran no test",
-        **dict.fromkeys(("transfers", "meshes", "nccl", "calls", "derivatives"), not_asked),
+        **dict.fromkeys(("transfers", "meshes", "nccl", "calls", "derivatives", "layouts"), not_asked),
         "benchmark": "passed",
         "memcheck": "did not run: compute-sanitizer is not on the path",
         "racecheck": not_asked,
     }
     text = (out / "report.md").read_text()
-    assert text.startswith("# A day with a GPU: 3 of 12 parts passed\n\nCommit 0123abc.\n")
+    assert text.startswith("# A day with a GPU: 3 of 13 parts passed\n\nCommit 0123abc.\n")
     for line in (
         "| kernels | failed (status 1) | 1, 1, 0 | ",
         "* c::n1: `it is wrong`\n",
@@ -141,7 +141,7 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
         assert line in text
     with tarfile.open(out / "logs.tar.gz") as logs:
         assert {"./kernels.log", "./kernels.xml", "./benchmark.rows.json", "./commit"} <= set(logs.getnames())
-    rest = ("transfers", "meshes", "nccl", "calls", "derivatives", "memcheck", "racecheck")
+    rest = ("transfers", "meshes", "nccl", "calls", "derivatives", "layouts", "memcheck", "racecheck")
     done = run(folder, "run", "out", *rest, processors=8, sanitizer=True)
     assert done.returncode == 1
     assert sorted({*verdicts(out).values()}) == ["failed (status 1)", "passed", "ran no test"]
