@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, StoredArray]):
     meshes: list[dict[str, int]] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
     group: dict[str, Any] = field(default_factory=dict)  # attributes of the root group of another writer's Zarr
-    unnamed: list[str] = field(default_factory=list)  # groups below it that have attributes, too
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # those below it, with their attributes
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
     generation: Generation = NONE  # that was opened
     manifest: manifest.Manifest | None = None  # of a checkpoint of ours

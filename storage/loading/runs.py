@@ -18,11 +18,15 @@ from ..checkpoint import numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.numbered import Numbered
+from ..foreign import orbax
 from ..format import manifest
+from ..readers.zarr_tensor import METADATA
 from ..stores import store as stores
 from ..stores.contract import unlisted
 from .open import open_checkpoint
 
+_WHOLE = (manifest.FILE, *METADATA, orbax.FILE)
+"""Files of a checkpoint that has its arrays in folders of any names."""
 Others = dict[str, Checkpoint | CheckpointError]
 _LOOKS = 8  # at the newest folders, to tell whether any is a checkpoint
 
@@ -39,9 +43,17 @@ def folders_of(directory: str) -> list[str]:
     return store.folders() if store.lists else []
 
 
+def is_whole(directory: str) -> bool:
+    """Whether a directory is a checkpoint whose folders are its arrays, though a manager may keep steps there."""
+    there = stores.at(directory)
+    return any(there.size(file) is not None for file in _WHOLE)
+
+
 def is_run(directory: str) -> bool:
     """Whether a directory has the checkpoints of a `CheckpointManager`, or numbered ones of another writer."""
     try:
+        if is_whole(directory):
+            return bool(numbered.complete(directory))
         return bool(numbered.listed(folders_of(directory)) or one_run(directory, of_others(directory, _LOOKS)))
     except (OSError, CheckpointError):
         return False
@@ -82,12 +94,12 @@ def warn_of_others(directory: str, steps: Collection[str] = (), stacklevel: int 
 
 def of_others(directory: str, most: int = 0) -> Others:
     """The numbered checkpoints that another writer has left in a directory, by name: open, or the error of opening one.
-    Empty where none opens, and where there is one of ours. ``most`` looks at so many of the newest of a word alone, and
-    at two words that have any."""
+    Empty where none opens, where there is one of ours, and where the directory is one. ``most`` looks at so many of the
+    newest of a word alone, and at two words that have any."""
     if not (stores.is_url(directory) or os.path.isdir(directory)):
         return {}
     there, folders = stores.at(directory), folders_of(directory)
-    if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
+    if is_whole(directory) or any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
         return {}
     found: Others = {}
     words, opened = dict[str, list[str]](), set[str]()

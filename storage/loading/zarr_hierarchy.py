@@ -160,5 +160,5 @@ def open_zarr(root: str, verify: bool) -> Checkpoint:
                     open_array(root, name)  # of which an error has the name
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
-    ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
+    ckpt.groups = {n: dict(a.attrs) for n, a in sorted(found.items()) if isinstance(a, zarr.Group)}
     return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if ours else ckpt

@@ -44,7 +44,9 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     if icechunk_store.VIRTUAL in place:
         raise CheckpointError(f"{target}: a save writes no virtual chunks; leave out virtual_chunks")
     if node:
-        raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
+        raise CheckpointError(
+            f"{target}: a save fills a repository; leave out {node!r} (a branch begins at @, also in a folder's name)"
+        )
     icechunk_store.refuse_unwritable(place)
 
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:

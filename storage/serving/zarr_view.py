@@ -17,7 +17,7 @@ from ..base.names import zarr_paths
 from ..checkpoint.checkpoint import Checkpoint, unread
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, slashed_key, windows
-from ..format.zarr_format import own_names
+from ..format.zarr_format import described, own_names
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
 from ..transform.attributes import held_attributes
@@ -84,8 +84,13 @@ class ZarrView:
             d: _node(n, t, self.grids[d], said.get(n, ""))
             for n, (d, t) in zip(shown, self.tensors.items(), strict=True)
         }
-        within = {d[:i] for d in arrays for i, c in enumerate(d) if c == "/"}
-        self.nodes = {**dict.fromkeys(sorted(within), GROUP), **arrays}
+        groups = {d[:i]: GROUP for d in arrays for i, c in enumerate(d) if c == "/"}
+        if ckpt.whole:
+            for name, attributes in ckpt.groups.items():
+                folder = zarr_paths([f"{name}/x"])[0].removesuffix("/x")
+                groups[folder] = {**GROUP, **json.loads(described(attributes) or "{}")}
+        # By depth, and children of a group beside each other: zarr-python reads consolidated metadata so.
+        self.nodes = dict(sorted((groups | arrays).items(), key=lambda node: (node[0].count("/"), node[0])))
 
     @cached_property
     def group(self) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def held_attributes(
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             nodes = {}
             notes.append("zarr.json is missing or damaged: attributes, if there were any, are not written")
-    if ckpt.unnamed:
-        notes.append(f"attributes of groups below the root are not written: those of {', '.join(ckpt.unnamed[:8])}")
+    if unnamed := [n for n, said in ckpt.groups.items() if said]:
+        notes.append(f"attributes of groups below the root are not written: those of {', '.join(unnamed[:8])}")
     if group and not described(group):
         notes.append("attributes of the group are not written as such: they are no JSON, or above 64 KiB")
         group = {}

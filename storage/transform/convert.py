@@ -439,7 +439,7 @@ def convert(
         )
     else:
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
-    if target in held.ckpt.places:
+    if any(place == target or place.startswith(store.join(target, "")) for place in held.ckpt.places):
         raise CheckpointError(f"{target} is the source; write to another place")
     spread = Workers(int(threads), executor_of(client))
     tensors = list(held.arrays.values())

@@ -171,8 +171,9 @@ def ema(
     decay
         From 0 (the last alone) to 1 (the first alone).
     steps
-        Steps of the run to take; by default all that are there now and can be read; a warning names each of the others.
-        Later ones do not join.
+        Steps of the run to take, each once, the oldest first however they are given; a list of checkpoints has any
+        order. By default all that are there now and can be read; a warning names each of the others. Later ones do not
+        join.
     integers
         As in `weighted_sum`; the last is the newest.
 
@@ -196,7 +197,9 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
         raise CheckpointError(f"steps of {what} is a list of whole numbers, got {steps!r:.80}")
     found = runs.steps_of(directory, warn=steps is None)
     line = {s.step: s.path for s in branches.current(directory, found).line(found)}
-    wanted = sorted(line if steps is None else set(map(ex.index, steps)))
+    wanted = sorted(line if steps is None else map(ex.index, steps))
+    if twice := sorted({s for s in wanted if wanted.count(s) > 1}):
+        raise CheckpointError(f"steps of {what} has {some(twice, 3)} twice; a list of checkpoints may")
     if not line:
         there = store.at(directory)
         named = list(filter(numbered.series, there.folders() if there.lists else []))
@@ -279,8 +282,11 @@ def _checked(file: str, read: Callable[[], Any]) -> dict[str, Any]:
             said = other if other is not True else config["peft_type"]
             raise CheckpointError(f"{file}: only plain LoRA is applied, and it says {said}")
         for key in ("r", "lora_alpha"):
-            if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
-                raise ValueError(f"{key} is {config.get(key)!r:.40}, and no positive number")
+            said = config.get(key)
+            if isinstance(said, bool) or not isinstance(said, (int, float)) or not math.isfinite(said):
+                raise ValueError(f"{key} is {said!r:.40}, and no finite number")
+        if config["r"] <= 0:
+            raise ValueError(f"r is {config['r']!r:.40}, and not positive")
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern, value in (config.get(key) or {}).items():
                 if not _PLAIN.fullmatch(pattern):

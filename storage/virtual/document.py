@@ -25,7 +25,7 @@ from ...arrays.core.errors import (
 )
 from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
-from ..checkpoint.checkpoint import Checkpoint, Computed, generation_of
+from ..checkpoint.checkpoint import FILES, Checkpoint, Computed, generation_of
 from ..format.migrations import Step, upgraded
 from ..loading.deltas import DeltaTensor
 from ..loading.open import OPENERS, open_checkpoint
@@ -337,6 +337,15 @@ def open_document(where: str) -> Checkpoint:
 OPENERS[START] = open_document
 
 
+def _known_by_files(ckpt: Checkpoint, where: str) -> Iterator[str]:
+    """Parents, and theirs, whose identity a new file would change."""
+    for parent, held in ckpt.computed.parents.items() if ckpt.computed is not None else ():
+        yield from _known_by_files(held, where)
+        among = held.kind not in FILES or store.split(where)[0] == parent.path
+        if among and parent.identity.startswith("files:") and where.startswith(store.join(parent.path, "")):
+            yield parent.path
+
+
 def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = False) -> str:
     """Write the document of a virtual checkpoint: some kilobytes, whole or not at all.
 
@@ -361,7 +370,7 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
         Something lies there, and it is no such document, or ``overwrite`` is false.
     CheckpointError
         It is not virtual, or the document could not be opened from that place: local parents of a document in an object
-        store, and a document that would be its own parent.
+        store, and a document that would be its own parent, or a file of one that meshtape did not write.
 
     Examples
     --------
@@ -384,6 +393,11 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     parents = ckpt.computed.parents.values()
     if where in set().union(*(p.places for p in parents)):
         raise CheckpointError(f"{where} is a parent of what is to be written there; write to another name")
+    if found := next(_known_by_files(ckpt, where), None):
+        raise CheckpointError(
+            f"{where} would be one of the files by which its parent {found} is known, so that it could never be "
+            "opened; write it beside that folder"
+        )
     store.refuse_folder(where)
     at, name = store.holding(where)
     at.refuse_writes()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtape.errors import CheckpointError, CheckpointKeyError
-from meshtape.storage import blend, merge, open_checkpoint, save_safetensors, virtual
+from meshtape.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
+from meshtape.storage import blend, merge, open_checkpoint, save, save_safetensors, virtual
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 RNG = np.random.default_rng(0)
@@ -303,3 +303,16 @@ def test_new_tokens_of_a_base_without_rows_for_them_say_how_many_it_takes(tmp_pa
     with pytest.raises(CheckpointKeyError, match=r"tokens up to 6.*has 5 rows; .*resize_token_embeddings\(7\)") as e:
         virtual.lora(base(tmp_path / "base", False), tokens)
     assert "which it does not hold" not in str(e.value)
+
+
+@pytest.mark.parametrize("alpha", [0, -3, 1e-3])
+def test_any_finite_alpha_scales(tmp_path, alpha):
+    """PEFT takes each of them."""
+    save(tmp_path / "base", {"m.weight": EYE})
+    made = virtual.lora(tmp_path / "base", adapter(tmp_path / "lora", {}, lora_alpha=alpha))
+    np.testing.assert_allclose(made["m.weight"][...], EYE + alpha * EYE[:, :1] @ EYE[:1])
+    said = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    for wrong in ({"lora_alpha": None}, {"lora_alpha": True}, {"lora_alpha": "2"}, {"r": 0}, {"r": -1}):
+        (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(said | wrong))
+        with pytest.raises(CorruptCheckpoint, match=next(iter(wrong))):
+            virtual.lora(tmp_path / "base", tmp_path / "lora")

@@ -100,12 +100,36 @@ def test_nested_groups_open_under_their_names(tmp_path, form):
             np.testing.assert_array_equal(group[name][...], names[name])
         assert sorted(group["sub/deep"].array_keys()) == ["time", "w"]
         assert dict(group["sub/deep/w"].attrs) == {"units": "m"}
-    assert ServedCheckpoint(tmp_path / form).find("zarr/sub").names == ("zarr.json", "deep/", "a~252Fb/")
+    assert ServedCheckpoint(tmp_path / form).find("zarr/sub").names == ("zarr.json", "a~252Fb/", "deep/")
     xarray = pytest.importorskip("xarray")
     deep = xarray.open_zarr(store, group="sub/deep")
     assert list(deep.w.dims) == list(deep.indexes) == ["time"]
     if form == "safetensors":
         assert "sub/deep/zarr.json" in mt.storage.zarr_references(tmp_path / form)["refs"]
+
+
+@pytest.mark.parametrize("names", [["g1/w", "g1/g2/w", "b/w"], ["a-b/w", "a/w", "a/b/w"], ["b/w", "g/h/w", "g/w"]])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_groups_in_groups_open_in_any_order(tmp_path, names, zarr_format):
+    """By consolidated metadata, which zarr-python reads in the order that it writes."""
+    held = zarr.open_group(tmp_path / "z", mode="w", zarr_format=zarr_format)
+    for name in names:
+        held.create_array(name, data=np.ones(2))
+    held.create_group("empty", attributes={"note": 1})
+    held.create_group("g1/e~f/deep" if "g1/w" in names else "g/none")
+    held["empty"].create_group("é?")
+    mt.convert(tmp_path / "z", tmp_path / "c", format="zarr")
+    wanted = {n.replace("é?", "~C3~A9~3F").replace("~f", "~7Ef") for n, _ in held.members(max_depth=None)}
+    view = zarr.open_group(mt.storage.as_zarr(tmp_path / "z"), mode="r")
+    assert {n for n, _ in view.members(max_depth=None)} == wanted
+    assert dict(view["empty"].attrs) == {"note": 1}
+    listed = zarr.open_group(mt.storage.as_zarr(tmp_path / "z"), mode="r", use_consolidated=False)
+    assert {n for n, _ in listed.members(max_depth=None)} == wanted
+    for store in (mt.storage.as_zarr(tmp_path / "z"), mt.storage.as_zarr(tmp_path / "c")):
+        opened = zarr.open_group(store, mode="r")
+        assert all(opened[name][...].tolist() == [1, 1] for name in names)
+    part = mt.storage.as_zarr(mt.open_checkpoint(tmp_path / "z"))
+    assert part._view.nodes == mt.storage.as_zarr(tmp_path / "z")._view.nodes
 
 
 def test_rows_of_raw_tensors_are_ranges(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
@@ -245,3 +247,55 @@ def test_the_checkpoints_below_a_model_are_named(tmp_path):
     assert "checkpoints below: checkpoint-4, checkpoint-8, checkpoint-12" in said
     assert "checkpoints below" not in command("ls", tmp_path / "checkpoint-12")
     assert "checkpoints below" not in command("ls", tmp_path / "model.safetensors")
+
+
+def group(at: Path, names: Iterable[str], **how: int) -> None:
+    held = zarr.open_group(at, mode="w", **how)
+    for name in names:
+        held.create_array(name, data=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda at: mt.save(at, [np.ones(24), np.ones(2)]),
+        lambda at: mt.save(at, {"a-1": np.ones(3), "a-2": np.ones(3), "b-1": np.ones(3), "w ": np.ones(3)}),
+        lambda at: mt.save(at, {"step-1": np.ones(3), "step-00000002": np.ones(4)}),
+        lambda at: group(at, "012"),
+        lambda at: group(at, "012", zarr_format=2),
+        lambda at: group(at, ("0/w", "1/w")),
+        lambda at: shutil.copytree(GOLDEN / "orbax-0.12" / "files-zarr2", at),
+    ],
+)
+@pytest.mark.filterwarnings("error:.*beside this run")
+def test_arrays_with_numbers_are_no_steps(tmp_path, make):
+    make(tmp_path / "one")
+    held = mt.open_checkpoint(tmp_path / "one")
+    found = mt.storage.usage(tmp_path / "one")
+    assert [(Path(s.path).name, s.arrays) for s in found.steps] == [("one", len(held))]
+    assert not found.unread
+    assert not is_run(str(tmp_path / "one"))
+    with pytest.raises(errors.CheckpointKeyError, match="is no run"):
+        virtual.mean(tmp_path / "one")
+
+
+def test_a_run_in_the_folder_of_a_checkpoint(tmp_path):
+    mt.save(tmp_path / "one", {"step-1": np.ones(3)})
+    manager = mt.CheckpointManager(tmp_path / "one")
+    for step in (1, 3):
+        manager.save(step, {"w": np.full(3, float(step))})
+    assert is_run(str(tmp_path / "one"))
+    assert [s.step for s in mt.storage.usage(tmp_path / "one").steps] == [1, 3]
+    assert virtual.mean(tmp_path / "one")["w"][0] == 2
+    assert list(mt.open_checkpoint(tmp_path / "one")) == ["step-1"]
+
+
+def test_steps_are_taken_once_and_in_their_order(tmp_path):
+    manager = mt.CheckpointManager(tmp_path, keep=None)
+    paths = [manager.save(step, {"w": np.full(1, float(step))}) for step in (10, 20, 30)]
+    for look in (virtual.mean, lambda run, steps: virtual.ema(run, decay=0.5, steps=steps)):
+        with pytest.raises(errors.CheckpointError, match="has 10 twice"):
+            look(tmp_path, steps=[10, 20, 10])
+    assert virtual.ema(tmp_path, decay=0.25, steps=[30, 10])["w"][0] == 25
+    assert virtual.ema([manager.directory + f"/step-{s:08d}" for s in (30, 10)], decay=0.25)["w"][0] == 15
+    assert len(paths) == 3

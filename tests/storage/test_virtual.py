@@ -1194,3 +1194,50 @@ def test_the_browser_shows_none_from_elsewhere(tmp_path):
     assert named.open("0").ckpt.kind == "virtual"  # which was asked for by name
     with pytest.raises(errors.NotACheckpoint, match="outside of what is shown"):
         site.open("0/bad.json")
+
+
+def test_no_document_lies_among_the_files_of_a_parent_by_others(tmp_path):
+    """They are what that parent is known by."""
+    held = {"w": np.ones(3, np.float32)}
+    (tmp_path / "hf" / "sub").mkdir(parents=True)
+    safetensors.numpy.save_file(held, tmp_path / "hf" / "model.safetensors")
+    group = zarr.open_group(tmp_path / "z", mode="w")
+    group.create_array("s/w", data=held["w"])
+    convert(tmp_path / "hf", tmp_path / "dcp", format="dcp")
+    save(tmp_path / "ours", held)
+    inner = virtual.write(tmp_path / "inner.json", virtual.mean([tmp_path / "hf", tmp_path / "ours"]))
+    outer = virtual.write(tmp_path / "outer.json", virtual.mean([inner]))
+    for parent, place in (
+        ("hf", "hf/h.json"),
+        ("inner.json", "hf/h.json"),
+        ("outer.json", "hf/h.json"),
+        ("z", "z/h.json"),
+        ("z", "z/s/w/h.json"),
+        ("dcp", "dcp/h.json"),
+        ("dcp", "dcp/sub/h.json"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(errors.CheckpointError, match=r"one of the files by which its parent .* is known"):
+            virtual.write(tmp_path / place, virtual.cast(tmp_path / parent, "float16"))
+        assert sorted(tmp_path.rglob("*")) == before
+    for parent, place in (("hf", "hf/sub/h.json"), ("hf/model.safetensors", "hf/h.json"), ("ours", "ours.json")):
+        at = virtual.write(tmp_path / place, virtual.cast(tmp_path / parent, "float16"))
+        assert load(at)["w"].dtype == np.float16
+        os.remove(at)
+    assert load(outer)["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("target", ["p", "p/."])
+def test_no_command_writes_over_a_parent(tmp_path, monkeypatch, target):
+    """Also where the parent is the file in a folder of another writer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("p", "q"):
+        Path(name).mkdir()
+        safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, f"{name}/model.safetensors")
+    mean = virtual.write("mean.json", virtual.mean(["p", "q"]))
+    again = virtual.write("again.json", virtual.cast(mean, "float16"))
+    for source in (mean, again, "p", "p/model.safetensors"):
+        for way in (merge, functools.partial(convert, format="zarr"), functools.partial(convert, format="dcp")):
+            with pytest.raises(errors.CheckpointError, match="is the source"):
+                way(source, target, overwrite=True)
+    assert load("again.json")["w"].tolist() == [1, 1, 1]

@@ -12,6 +12,7 @@ import numpy as np
 
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import StoredArray
+from ...rules.lazy_tensors import DerivedTensor
 from ...stores import store
 from ..model import layout
 from ..model.site import Opened, Site
@@ -232,7 +233,9 @@ def _placement(a: StoredArray, v: SliceView) -> dict[str, Any]:
     parts = layout.blocks(a)
     if parts is None:
         text = f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
-        text = text if a.mesh else "It was saved from one process, not from a mesh."
+        if not a.mesh:
+            how = "is computed when it is read" if isinstance(a.tensor, DerivedTensor) else "was saved from one process"
+            text = f"It {how}, not from a mesh."
         return {"picture": "", "note": None, "text": text}
     copies = max(len(b.ranks) for b in parts)
     empty = sum(len(b.ranks) for b in parts if not b.box.size)
