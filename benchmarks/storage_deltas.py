@@ -74,8 +74,8 @@ def deltas(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
             loads = lambda m=manager: [storage.load(m.path(n)) for n in m.steps()]  # noqa: E731
             spent = [measured(f)[0] for f in (save, loads)]
             found = storage.usage(where)
-            ratio = found.nbytes / sum(s.arrays for s in found.steps)
-            alone = [s.files / s.arrays for s in found.steps if s.base]
+            ratio = found.nbytes / sum(s.total_size for s in found.steps)
+            alone = [s.nbytes / s.total_size for s in found.steps if s.base]
             told = f"; a delta {min(alone):.3f} to {max(alone):.3f}" if alone else ""
             times = ", ".join(f"{s.work:.2f} s of work to {do}" for s, do in zip(spent, ("save", "load"), strict=True))
             bench.note(f"{len(trees)} steps of {what}: {form}", f"{ratio:.3f} of the bytes{told}; {times}")
