@@ -13,7 +13,6 @@ import base64
 import contextlib
 import itertools
 import json
-import pickle
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ from .items import SaveItem
 T = TypeVar("T")
 
 _Sums = list[tuple[tuple[int, ...], int]]  # the place of a chunk, and its crc32c
-_Written = tuple[bytes, list[tuple[int, _Sums]]]  # a fork of the session, and (number of an array, checksums)
+_Written = tuple[Any, list[tuple[int, _Sums]]]  # a fork of the session, and (number of an array, checksums)
 _WINDOW = 64 << 20  # bytes that are written at a time
 
 
@@ -85,9 +84,10 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         numbers = {id(item): n for n, item in enumerate(items)}
         forks = [] if first is session else [first]
         for mesh, some in by_mesh(items):
-            fork = pickle.dumps(session.fork() if first is session else first)
+            fork = session.fork() if first is session else first
             for made, written in _spread(mesh, some, target, fork):
-                forks.append(pickle.loads(made))
+                if all(made is not f for f in forks):  # a process of its own has a copy
+                    forks.append(made)
                 for n, found in written:
                     put(sums[numbers[id(some[n])]], found)
         for n, item in enumerate(items):
@@ -210,7 +210,7 @@ def _write(array: Any, block: Box, data: Any, chunk: tuple[int, ...], call: Call
     return sums
 
 
-def _spread(mesh: Any, items: Sequence[SaveItem], target: str, fork: bytes) -> list[_Written]:
+def _spread(mesh: Any, items: Sequence[SaveItem], target: str, fork: Any) -> list[_Written]:
     """Have the processes of a mesh write the blocks of its arrays."""
     settled = mesh.settle([item.array for item in items])
     wanted = []
@@ -238,14 +238,12 @@ def write_blocks(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.n
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
         return icechunk_store.called(work, place, asked, nbytes)
 
-    session, written = pickle.loads(fork), []
+    written = []
     try:
         for rank, (_, _, tasks) in payloads.items():
             for n, directory, chunk, box in tasks:
-                array = call(
-                    lambda d=directory: zarr.open_array(session.store, path=d, mode="r+"), "a look at an array"
-                )
+                array = call(lambda d=directory: zarr.open_array(fork.store, path=d, mode="r+"), "a look at an array")
                 written.append((n, _write(array, box, np.asarray(blocks[rank][n]), chunk, call)))
     except ice.IcechunkError as e:
         raise icechunk_store.refused(target, "could not write", e) from None
-    return pickle.dumps(session), written
+    return fork, written
