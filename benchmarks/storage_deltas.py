@@ -23,8 +23,8 @@ BEFORE = (
 AFTER = "random shutil smtplib socket statistics string subprocess tarfile tempfile textwrap threading typing zipfile"
 CONFIG = mt.models.decoder.Config(vocab=256, width=128, layers=3, heads=4, kv_heads=4, ffn=352, max_length=64)
 LARGE = mt.models.decoder.Config(vocab=256, width=384, layers=6, heads=6, max_length=64)
-SETTLE, SAVES, ANCHOR = 400, 20, 10
-"""Steps of fine-tuning before the first save; saves, one a step; and of how many one is plain."""
+LEARN, SETTLE, SAVES, ANCHOR = 150, 400, 20, 10
+"""Steps before the fine-tuning; those of it before the first save; saves, one a step; and of how many one is plain."""
 
 
 def _run(modules: str, rate: float, config: Any, params: Any = None) -> TrainingRun:
@@ -36,7 +36,7 @@ def _run(modules: str, rate: float, config: Any, params: Any = None) -> Training
 def _before(config: Any) -> Any:
     """The parameters that are fine-tuned."""
     first = _run(BEFORE, 1e-3, config)
-    for _ in range(150):
+    for _ in range(LEARN):
         first.step()
     return first.params
 
@@ -74,8 +74,8 @@ def deltas(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
             loads = lambda m=manager: [storage.load(m.path(n)) for n in m.steps()]  # noqa: E731
             spent = [measured(f)[0] for f in (save, loads)]
             found = storage.usage(where)
-            ratio = found.nbytes / sum(s.arrays for s in found.steps)
-            alone = [s.files / s.arrays for s in found.steps if s.base]
+            ratio = found.nbytes / sum(s.total_size for s in found.steps)
+            alone = [s.nbytes / s.total_size for s in found.steps if s.base]
             told = f"; a delta {min(alone):.3f} to {max(alone):.3f}" if alone else ""
             times = ", ".join(f"{s.work:.2f} s of work to {do}" for s, do in zip(spent, ("save", "load"), strict=True))
             bench.note(f"{len(trees)} steps of {what}: {form}", f"{ratio:.3f} of the bytes{told}; {times}")

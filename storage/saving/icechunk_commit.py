@@ -2,8 +2,9 @@
 group.
 
 The commit is icechunk's own, and so is the format. Each chunk ends with its crc32c (a codec of Zarr), since icechunk
-compares nothing that it reads. The attribute has these checksums once more, by place, and one of its own. This process
-writes the blocks of split arrays one after the other.
+compares nothing that it reads. The attribute has these checksums once more, by place, and one of its own. Blocks of
+split arrays are written by the processes that hold them, each into a fork of the session, which are merged into the one
+commit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import itertools
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,12 +27,16 @@ from ..base.malformed import malformed
 from ..base.waiting import is_late
 from ..format import manifest
 from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
+from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import GROUP_ATTRIBUTE, own_names
 from ..stores import icechunk_store
+from . import packs
 from .items import SaveItem
 
 T = TypeVar("T")
 
+_Sums = list[tuple[tuple[int, ...], int]]  # the place of a chunk, and its crc32c
+_Written = tuple[Any, list[tuple[int, _Sums]]]  # a fork of the session, and (number of an array, checksums)
 _WINDOW = 64 << 20  # bytes that are written at a time
 
 
@@ -52,8 +57,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
         return icechunk_store.called(work, place, asked, nbytes)
 
-    def begun() -> tuple[Any, Any, dict[str, dict[str, Any]], Any]:
-        """(repository, session, the attributes of others, group) of a save."""
+    def begun() -> tuple[Any, Any, dict[str, dict[str, Any]], Any, Any]:
+        """(repository, session, the attributes of others, session to write with, group) of a save."""
         repo = icechunk_store.repository(place, create=True)
         if "main" not in repo.list_branches():  # which none can delete: the repository itself was, since it was opened
             icechunk_store.forget()
@@ -65,14 +70,35 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
                 repo.create_branch(branch, repo.lookup_branch("main"))
         session = repo.writable_session(branch)
         kept = _of_others(zarr, session.store, target)
+        # icechunk 1 forks no session that was written to, and icechunk 2 merges no fork that makes old arrays anew.
+        first = session.fork() if ice.__version__.startswith("1.") else session
         # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
-        return repo, session, kept, zarr.create_group(session.store, overwrite=True)
+        return repo, session, kept, first, zarr.create_group(first.store, overwrite=True)
+
+    def put(sums: np.ndarray, found: _Sums) -> None:
+        for coord, value in found:
+            sums[coord] = value
 
     try:
-        repo, session, kept, group = call(begun, "the beginning of a save")
-        sums = [_write(zarr, group, item, kept.get(item.directory, {}), call) for item in items]
+        repo, session, kept, first, group = call(begun, "the beginning of a save")
+        arrays = [_create(zarr, group, item, kept.get(item.directory, {}), call) for item in items]
+        sums = [np.zeros(_grid(item.shape, _chunk(item)).counts, "<u4") for item in items]
+        numbers = {id(item): n for n, item in enumerate(items)}
+        forks = [] if first is session else [first]
+        for mesh, some in by_mesh(items):
+            fork = session.fork() if first is session else first
+            for made, written in _spread(mesh, some, target, fork):
+                if all(made is not f for f in forks):  # a process of its own has a copy
+                    forks.append(made)
+                for n, found in written:
+                    put(sums[numbers[id(some[n])]], found)
+        for n, item in enumerate(items):
+            if item.sharding is None:
+                put(sums[n], _write(arrays[n], Box.whole(item.shape), item.array, _chunk(item), call))
+        if forks:
+            call(lambda: session.merge(*forks), "a merge of what was written")
         attributes = kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)}
-        call(lambda: group.update_attributes(attributes), "a write of attributes")
+        call(lambda: zarr.open_group(session.store, mode="r+").update_attributes(attributes), "a write of attributes")
     except ice.IcechunkError as e:
         raise icechunk_store.refused(target, "could not write", e) from None
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
@@ -130,11 +156,15 @@ def _chunk(item: SaveItem) -> tuple[int, ...]:
     return tuple(max(c, 1) for c in item.grid.chunk)
 
 
-def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequence[str]) -> dict[str, str]:
+def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> ChunkGrid:
+    return ChunkGrid(shape, chunk, chunk)
+
+
+def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequence[np.ndarray]) -> dict[str, str]:
     """The attribute: a JSON text, which has the crc32c of every chunk, and the crc32c of the text."""
     rows = [
-        [list(i.path), i.directory, list(i.shape), i.dtype.name, list(_chunk(i)), held]
-        for i, held in zip(items, sums, strict=True)
+        [list(i.path), i.directory, list(i.shape), i.dtype.name, list(_chunk(i)), base64.b64encode(each).decode()]
+        for i, each in zip(items, sums, strict=True)
     ]
     held = {
         "version": 1,
@@ -146,59 +176,76 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequenc
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
 
 
-def _write(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any], call: Callable[..., Any]) -> str:
-    """Write the chunks of an array, those of zeros too; returns their checksums, in the order of the grid."""
+def _create(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    form = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0, "attributes": attributes}
+    form["dimension_names"] = own_names(item.name, len(item.shape))  # for xarray, as of a plain save
+    form |= {"shape": item.shape, "chunks": _chunk(item), "dtype": item.dtype}
+    return call(lambda: group.create_array(item.directory, **form), f"a write of {item.directory}")
+
+
+def _write(array: Any, block: Box, data: Any, chunk: tuple[int, ...], call: Callable[..., Any]) -> _Sums:
+    """Write the chunks of a block, those of zeros too; returns their checksums."""
     import asyncio
 
     from zarr.core.buffer.cpu import Buffer
     from zarr.core.sync import sync
 
-    chunk = _chunk(item)
-    form = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0, "attributes": attributes}
-    form["dimension_names"] = own_names(item.name, len(item.shape))  # for xarray, as of a plain save
-    form |= {"shape": item.shape, "chunks": chunk, "dtype": item.dtype}
-    array = call(lambda: group.create_array(item.directory, **form), f"a write of {item.directory}")
-    grid = ChunkGrid(item.shape, chunk, chunk)
-    sums = np.zeros(grid.counts, "<u4")
+    dtype, grid, sums = np.dtype(data.dtype), _grid(array.shape, chunk), list[tuple[tuple[int, ...], int]]()
 
     async def put(chunks: Mapping[str, bytes]) -> None:
         await asyncio.gather(*((array.store_path / key).set(Buffer.from_bytes(held)) for key, held in chunks.items()))
 
-    for box, data in _blocks(item):
-        for part in windows(box.shape, chunk, item.dtype.itemsize, _WINDOW):
-            values = data[(*part.slices, ...)]
-            held = np.asarray(values if isinstance(values, np.ndarray) else values.to_device("cpu"))
-            place = part.shifted(box.offset)
-            chunks = {}
-            for coord in cells(place, chunk):
-                inside = grid.shard_box(coord).within(place)
-                padded = np.zeros(chunk, item.dtype)
-                padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]
-                raw = padded.tobytes()
-                sums[coord] = value = crc32c(raw)
-                chunks[slashed_key(coord)] = raw + value.to_bytes(4, "little")
-            nbytes = sum(map(len, chunks.values()))
-            call(lambda held=chunks: sync(put(held)), f"a write of {nbytes} bytes", nbytes)
-    return base64.b64encode(sums.tobytes()).decode()
+    for part in windows(block.shape, chunk, dtype.itemsize, _WINDOW):
+        values = data[(*part.slices, ...)]
+        held = np.asarray(values if isinstance(values, np.ndarray) else values.to_device("cpu"))
+        place = part.shifted(block.offset)
+        chunks = {}
+        for coord in cells(place, chunk):
+            inside = grid.shard_box(coord).within(place)
+            padded = np.zeros(chunk, dtype)
+            padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]
+            raw = padded.tobytes()
+            sums.append((coord, crc32c(raw)))
+            chunks[slashed_key(coord)] = raw + sums[-1][1].to_bytes(4, "little")
+        nbytes = sum(map(len, chunks.values()))
+        call(lambda held=chunks: sync(put(held)), f"a write of {nbytes} bytes", nbytes)
+    return sums
 
 
-def _blocks(item: SaveItem) -> Iterator[tuple[Box, Any]]:
-    """The distinct blocks of an array, one in memory at a time."""
-    if item.sharding is None:
-        yield Box.whole(item.shape), item.array
-        return
-    mesh = item.sharding.mesh
-    (settled,) = mesh.settle([item.array])
-    seen: set[Box] = set()
-    for rank in range(mesh.size):
-        box = settled.sharding.box(item.shape, rank)
-        if box.size and box not in seen:
-            seen.add(box)
-            (data,) = mesh.run_on_blocks(taken, [settled], {rank: None})
-            yield box, data
+def _spread(mesh: Any, items: Sequence[SaveItem], target: str, fork: Any) -> list[_Written]:
+    """Have the processes of a mesh write the blocks of its arrays."""
+    settled = mesh.settle([item.array for item in items])
+    wanted = []
+    for n, (item, array) in enumerate(zip(items, settled, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for rank in range(mesh.size):
+            holders.setdefault(array.sharding.box(item.shape, rank), []).append(rank)
+        wanted += [(n, box, box.size * item.dtype.itemsize, ranks) for box, ranks in holders.items() if box.size]
+    payloads = {
+        rank: (target, fork, [(n, items[n].directory, _chunk(items[n]), box) for n, box in dealt])
+        for rank, dealt in packs.assign(wanted).items()
+    }
+    return mesh.run_on_blocks(write_blocks, settled, payloads) if payloads else []
 
 
-def taken(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
-    """The block of the one rank that is asked. Called through ``BlockHost.run_on_blocks``."""
-    (rank,) = payloads
-    return np.asarray(blocks[rank][0])
+def write_blocks(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> _Written:
+    """Write the blocks that the ranks of this process were given into one fork of the session; returns it, and the
+    checksums of each array. Called through ``BlockHost.run_on_blocks``."""
+    from ..format.zarr_dtypes import zarr
+
+    ice = icechunk_store.package()
+    target, fork, _ = next(iter(payloads.values()))
+    place = icechunk_store.divide(target)[0]
+
+    def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
+        return icechunk_store.called(work, place, asked, nbytes)
+
+    written = []
+    try:
+        for rank, (_, _, tasks) in payloads.items():
+            for n, directory, chunk, box in tasks:
+                array = call(lambda d=directory: zarr.open_array(fork.store, path=d, mode="r+"), "a look at an array")
+                written.append((n, _write(array, box, np.asarray(blocks[rank][n]), chunk, call)))
+    except ice.IcechunkError as e:
+        raise icechunk_store.refused(target, "could not write", e) from None
+    return fork, written

@@ -378,7 +378,11 @@ class IcechunkStore(Store):
         except StoreError:
             raise
         except Exception as e:
-            if "invalid zarr key" in str(e).lower() or isinstance(e, (ValueError, KeyError, FileNotFoundError)):
+            # Of icechunk 2 many errors are a ValueError or a KeyError, too: also of chunks that may not be fetched.
+            plain = isinstance(e, (ValueError, KeyError, FileNotFoundError)) and not isinstance(
+                e, package().IcechunkError
+            )
+            if plain or type(e).__name__ == "NodeNotFoundError" or "invalid zarr key" in str(e).lower():
                 raise FileNotFoundError(key) from None  # a name that no hierarchy has
             raise _refused(self.root, join(self.root, name), str(e)) or StoreError(
                 f"{join(self.root, name)} cannot be read: {first_line(e)}"

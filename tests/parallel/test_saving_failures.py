@@ -123,3 +123,36 @@ def test_an_answer_that_is_lost_on_its_way(
             save(tmp_path / "c", {"x": x})
         monkeypatch.undo()
         assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_write_their_blocks_into_one_commit_of_icechunk(mortal: Client, tmp_path: Path) -> None:
+    ice = pytest.importorskip("icechunk")
+    mortal.wait_for_workers(2, timeout=200)
+    where, rows = f"icechunk://{tmp_path / 'repo'}", np.arange(3000.0, dtype="f4").reshape(100, 30)
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        for step in (1, 2):
+            split = mt.distribute(rows * step, mesh, a=mt.Shard(0))
+            save(where, {"split": split, "copied": mt.distribute(rows, mesh), "whole": rows}, step=step)
+            (found := load(where)).pop("whole")
+            assert all(np.array_equal(np.asarray(a), rows * (step if n == "split" else 1)) for n, a in found.items())
+            assert mt.verify(where).uncovered == []
+        history = ice.Repository.open(ice.local_filesystem_storage(str(tmp_path / "repo"))).ancestry
+        before = [s.id for s in history(branch="main")]
+        assert len(before) == 3  # the empty one, and one a step
+        victim = sorted(known_workers(mortal))[-1]
+        mortal.run(dying_at_a_chunk(), workers=[victim])
+        with pytest.raises((mt.errors.RankLost, mt.errors.ClusterError)):
+            save(where, {"split": split}, step=3)
+        assert [s.id for s in history(branch="main")] == before
+    assert open_checkpoint(where).step == 2
+
+
+def dying_at_a_chunk() -> Callable[[], None]:
+    """What kills a worker that has begun to write into a repository."""
+
+    def install() -> None:
+        from meshtape.storage.saving import icechunk_commit
+
+        icechunk_commit.crc32c = lambda raw: os.kill(os.getpid(), signal.SIGKILL)
+
+    return install

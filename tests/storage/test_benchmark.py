@@ -18,6 +18,8 @@ PARTS = {
     "convert": "memory grows by",
     "contents": "metadata",
     "blend": "blend 3 × 1 MB",
+    "slices": "steps in both",
+    "forms": "virtual: EMA of plain",
 }
 
 
@@ -36,6 +38,28 @@ def test_it_ends_with_its_table(started, parts, quick):
         assert PARTS[part] in done.stdout
     assert "missing" in done.stdout  # PyTorch is in no environment of the tests
     assert not list(quick.iterdir())
+
+
+DELTAS = """
+import sys
+sys.path.insert(0, {folder!r})
+import timing
+import storage_deltas
+from pathlib import Path
+from storage_table import Bench
+storage_deltas.LEARN, storage_deltas.SETTLE, storage_deltas.SAVES, storage_deltas.ANCHOR = 2, 1, 4, 2
+bench = Bench(1, None, 1, 1, 1)
+storage_deltas.deltas(bench, Path({home!r}), {{}})
+bench.show()
+"""
+
+
+def test_deltas_of_a_run_of_few_steps(tmp_path):
+    code = DELTAS.format(folder=str(ROOT / "benchmarks"), home=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 steps of ") == 6
+    assert done.stdout.count("; a delta 0.") == 2
 
 
 PROGRAMS = sorted(

@@ -79,6 +79,9 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
         [-1, -7, 3],
     ),
     "dare keeps none": ("dare_linear", [7, 7], [[1, 2]], {"density": 0}, [7, 7]),
+    "della keeps all": ("della", [1, 1, 1], X, {"density": 1}, [-1, -3, 3]),  # a mean of those that agree
+    "della keeps none": ("della", [7, 7], [[1, 2]], {"density": 0}, [7, 7]),
+    "della keeps all, all signs": ("della_linear", [1, 1, 1], X, {"density": 1, "lambda_": 0.5}, [0, -3, 2]),
     "breadcrumbs": ("breadcrumbs", [0] * 5, [[1, -2, 3, 4, -5]], {"density": 0.4, "gamma": 0.2}, [0, 0, 3, 4, 0]),
     "breadcrumbs, none at the top": (
         "breadcrumbs_ties",

@@ -82,9 +82,9 @@ def configs(home: Path, dtype: str) -> Iterator[tuple[str, dict[str, Any], float
     yield "breadcrumbs_ties", of("breadcrumbs_ties", weight=W, density=0.5, gamma=0.05), exact
     rescaled = {"rescale": True, "normalize": False}
     yield "ties, rescaled", of("ties", weight=W, density=0.5, parameters=rescaled), 4 if dtype == "float32" else -1
-    yield "dare_ties, density 1", of("dare_ties", weight=W, density=1.0), 0
-    yield "dare_linear, density 0", of("dare_linear", weight=W, density=0.0), 0
-    yield "della, density 1", of("della", weight=W, density=1.0), 0
+    for method in ("dare_ties", "dare_linear", "della", "della_linear"):
+        for density in (0.0, 1.0):
+            yield f"{method}, density {density:.0f}", of(method, weight=W, density=density), 0
     yield "sce", of("sce"), 1
     yield "sce, top 40 %", of("sce", parameters={"select_topk": 0.4}), 1 if dtype == "float32" else 2
     yield "nearswap", of("nearswap", "a", parameters={"t": 0.005}), 0
@@ -167,6 +167,21 @@ def test_peft_agrees_on_adapters(home: Path, tmp_path: Path, dtype: str) -> None
     a = json.loads(peers("open", tuned))["logits"]
     b = json.loads(peers("open", "", base, tmp_path / "adapter"))["logits"]
     assert np.abs(np.subtract(a, b)).max() <= (1e-5 if dtype == "float32" else 1e-2) * np.abs(a).max()
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_mergekit_extracts_the_same_adapter(home: Path, tmp_path: Path, rank: int) -> None:
+    base, tuned = (f"{home}/{n}-float32" for n in ("base", "a"))
+    said = ["--model", tuned, "--base-model", base, "--out-path", tmp_path / "theirs", "--max-rank", rank]
+    command = [PEERS, "-m", "mergekit.scripts.extract_lora", *map(str, said)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = extract_lora(tuned, base, tmp_path / "ours", rank=rank, drop=["lm_head.weight"])
+    assert len(report.ranks) == 3 * 7  # every matrix of every layer
+    ours, theirs = (virtual.lora(base, tmp_path / n) for n in ("ours", "theirs"))
+    for module in report.ranks:
+        x, y = (each[f"{module}.weight"].read() for each in (ours, theirs))
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6, err_msg=module)
 
 
 def test_mergekit_agrees_on_vocabularies(home: Path, tmp_path: Path) -> None:

@@ -391,3 +391,23 @@ def test_transformers_opens_the_directory(tmp_path):
         assert torch.equal(opened.state_dict()[name], want), name
     (file,) = [f for f in where.glob("model-*") if "lm_head.weight" in load_file(f)]
     assert torch.equal(load_file(file)["lm_head.weight"], weights["lm_head.weight"])
+
+
+@pytest.mark.slow
+def test_the_loader_of_vllm_reads_the_files(tmp_path):
+    utils = pytest.importorskip("vllm.model_executor.model_loader.weight_utils", exc_type=ImportError)
+    models = pytest.importorskip("vllm.model_executor.models.utils", exc_type=ImportError)
+    torch = pytest.importorskip("torch")
+    where = save(tmp_path / "c", {"w": TREE["embed"], "b": np.ones(7, np.float32)})
+    mt.merge(where, tmp_path / "copy")
+    model = torch.nn.Module()
+    model.w, model.b = (torch.nn.Parameter(torch.zeros(s)) for s in (TREE["embed"].shape, (7,)))
+    for strategy in ("lazy", "eager", "prefetch"):
+        held = dict(utils.safetensors_weights_iterator(list(map(str, where.glob("model-*"))), False, strategy))
+        assert held.keys() == {"w", "b", zarr_format.DUAL_INDEX}
+        same(held["w"].numpy(), TREE["embed"])
+    with pytest.raises(ValueError, match=zarr_format.DUAL_INDEX):  # which is why a copy is written for vLLM
+        models.AutoWeightsLoader(model).load_weights(held.items())
+    copied = utils.safetensors_weights_iterator(list(map(str, (tmp_path / "copy").glob("*.safetensors"))), False)
+    assert models.AutoWeightsLoader(model).load_weights(copied) == {"w", "b"}
+    same(model.w.detach().numpy(), TREE["embed"])

@@ -21,6 +21,7 @@ from meshtape.storage.readers import safetensors
 from meshtape.storage.stores import store as stores
 
 NAMES = [f"w{i}" for i in range(5)]
+LAYOUTS = ["zarr", "zstd", "weights", "packed", "dual", "shared", "file", "hf"]
 
 
 def tree(generation):
@@ -36,8 +37,17 @@ def write(layout, path, generation):
         save(source, tree(generation), overwrite=True)
         merge(source, path, overwrite=True, max_shard_bytes=30_000)
     else:
-        how = {"zstd": {"compression": "zstd"}, "packed": {"pack": True}}.get(layout, {})
-        save(path, tree(generation), overwrite=True, step=generation, **how)
+        how = {
+            "zstd": {"compression": "zstd"},
+            "weights": {"compression": "weights"},
+            "packed": {"pack": True},
+            "dual": {"layout": "dual"},
+        }.get(layout, {})
+        if layout == "shared":  # every shard is a second name of one of a checkpoint that is replaced as well
+            how = {"share": f"{path}.source{generation % 2}"}
+            save(how["share"], tree(generation), overwrite=True)
+        report = save(path, tree(generation), overwrite=True, step=generation, **how)
+        assert layout != "shared" or report.shared > 0.8 * report.nbytes
 
 
 def keep_writing(layout, path, stop):
@@ -110,7 +120,7 @@ def race(layout, tmp_path, rounds):
     return seen, reads, replaced
 
 
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
     seen, reads, _ = race(layout, tmp_path, 12)
     assert len(seen) > 3
@@ -119,14 +129,14 @@ def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_readers_beside_a_writer_see_one_generation(layout, tmp_path):
     _, reads, replaced = race(layout, tmp_path, 850)
     assert reads + replaced == 850 * 6
     assert reads > 2000  # the fewer files a writer replaces, the more often it is faster than a reader
 
 
-@pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("checked", [True, False])
 def test_what_was_opened_before_tells_of_the_replacement(layout, checked, tmp_path):
     path = str(tmp_path / ("c.safetensors" if layout == "file" else "c"))

@@ -586,7 +586,7 @@ def test_a_virtual_chunk_whose_file_changed_is_no_other_number(referring, tmp_pa
         with pytest.raises(errors.CheckpointReplaced, match="is a virtual chunk, whose file is another"):
             read()
     file.unlink()
-    with pytest.raises(errors.StoreError, match=r"cannot be fetched: Object at location .* not found"):
+    with pytest.raises(errors.StoreError, match=r"cannot be fetched: .*Object at location .* not found"):
         load(where)
 
 
@@ -829,5 +829,5 @@ def test_a_snapshot_that_is_lost_is_typed(ice, tmp_path):
     icechunk_store.forget()
     shutil.rmtree(tmp_path / "repo" / "snapshots")
     (tmp_path / "repo" / "snapshots").mkdir()
-    with pytest.raises(errors.StoreError, match=r"icechunk cannot read snapshot \w+: .*not found"):
+    with pytest.raises(errors.StoreError, match=r"cannot (be )?read.*: .*not found"):
         mt.load(f"icechunk://{tmp_path}/repo")

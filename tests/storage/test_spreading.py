@@ -9,7 +9,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from meshtape import errors
-from meshtape.storage import convert, load, merge, reshard, save, verify
+from meshtape.storage import blend, convert, load, merge, reshard, save, verify
 from meshtape.storage.stores.filesystem import Files, using
 from meshtape.storage.transform.workers import Workers
 
@@ -69,6 +69,25 @@ def test_a_dask_cluster_writes_the_same_bytes(source, client, tmp_path):
     assert files(tmp_path / "m1") == files(tmp_path / "m2")
     assert a.losses == b.losses
     assert a.losses["w"].overflow == 9
+
+
+def test_a_dask_cluster_blends_the_same_bytes(source, client, kit, tmp_path):
+    """Of sharded Zarr and of safetensors, by a method of single elements, one of whole arrays and one of chance."""
+    shape, models = (700, 900), []
+    for i in range(3):
+        w = np.random.default_rng(i).standard_normal(shape, "f4")
+        split = {"w": kit.split(w, kit.Sharding(kit.Host({"x": 2}), (0,)))}
+        save(place := tmp_path / f"m{i}", split if i % 2 else {"w": w})
+        models.append(str(place) if i % 2 else merge(place, tmp_path / f"hf{i}").path)
+    for method, given in (("linear", {}), ("ties", {"density": 0.3}), ("dare_ties", {"density": 0.5})):
+        tuned = [{"model": m, "parameters": {"weight": 0.5, **given}} for m in models[1:]]
+        said = {"merge_method": method, "models": tuned}
+        if method != "linear":
+            said["base_model"] = models[0]
+        here = blend(said, tmp_path / f"{method}-here", seed=3)
+        there = blend(said, tmp_path / f"{method}-there", seed=3, client=client, threads=2, memory_limit=1 << 20)
+        assert files(here.path) == files(there.path)
+        assert there.made["w"].method == method
 
 
 def test_one_key_and_more_workers_than_keys(client, kit, tmp_path):
