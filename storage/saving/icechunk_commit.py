@@ -5,6 +5,9 @@ The commit is icechunk's own, and so is the format. Each chunk ends with its crc
 compares nothing that it reads. The attribute has these checksums once more, by place, and one of its own. Blocks of
 split arrays are written by the processes that hold them, each into a fork of the session, which are merged into the one
 commit.
+
+A chunk that the snapshot before has with the very same bytes is not written again: snapshots share it. That the bytes
+are the same is found by reading those whose checksums are, as 32 bits prove too little.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
         return icechunk_store.called(work, place, asked, nbytes)
 
+    token = uuid.uuid4().hex  # there is always something to commit, and a commit whose answer was lost is found by it
+
     def begun() -> tuple[Any, Any, dict[str, dict[str, Any]], Any, Any]:
         """(repository, session, the attributes of others, session to write with, group) of a save."""
         repo = icechunk_store.repository(place, create=True)
@@ -72,8 +77,7 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
         kept = _of_others(zarr, session.store, target)
         # icechunk 1 forks no session that was written to, and icechunk 2 merges no fork that makes old arrays anew.
         first = session.fork() if ice.__version__.startswith("1.") else session
-        # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
-        return repo, session, kept, first, zarr.create_group(first.store, overwrite=True)
+        return repo, session, kept, first, zarr.open_group(first.store, mode="a")
 
     def put(sums: np.ndarray, found: _Sums) -> None:
         for coord, value in found:
@@ -81,28 +85,38 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
 
     try:
         repo, session, kept, first, group = call(begun, "the beginning of a save")
-        arrays = [_create(zarr, group, item, kept.get(item.directory, {}), call) for item in items]
+        stored = call(lambda: _stored(group, items), "a look at the arrays before")
+        # What is saved is a whole tree, so nothing else of the step before stays.
+        for name in set(dict(group.members())) - set(stored):
+            call(lambda name=name: group.__delitem__(name), f"a deletion of {name}")
+        arrays = [
+            stored[i.directory][0]
+            if i.directory in stored
+            else _create(zarr, group, i, kept.get(i.directory, {}), call)
+            for i in items
+        ]
+        olds = [stored[i.directory][1] if i.directory in stored else None for i in items]
         sums = [np.zeros(_grid(item.shape, _chunk(item)).counts, "<u4") for item in items]
         numbers = {id(item): n for n, item in enumerate(items)}
         forks = [] if first is session else [first]
         for mesh, some in by_mesh(items):
             fork = session.fork() if first is session else first
-            for made, written in _spread(mesh, some, target, fork):
+            for made, written in _spread(mesh, some, [olds[numbers[id(i)]] for i in some], target, fork):
                 if all(made is not f for f in forks):  # a process of its own has a copy
                     forks.append(made)
                 for n, found in written:
                     put(sums[numbers[id(some[n])]], found)
         for n, item in enumerate(items):
             if item.sharding is None:
-                put(sums[n], _write(arrays[n], Box.whole(item.shape), item.array, _chunk(item), call))
+                put(sums[n], _write(arrays[n], Box.whole(item.shape), item.array, _chunk(item), olds[n], call))
         if forks:
             call(lambda: session.merge(*forks), "a merge of what was written")
-        attributes = kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums)}
+        attributes = kept.get("", {}) | {GROUP_ATTRIBUTE: _described(head, items, sums, token)}
         call(lambda: zarr.open_group(session.store, mode="r+").update_attributes(attributes), "a write of attributes")
     except ice.IcechunkError as e:
         raise icechunk_store.refused(target, "could not write", e) from None
     told: dict[str, Any] = {} if head.step is None else {"step": head.step}
-    told["save"] = token = uuid.uuid4().hex
+    told["save"] = token
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
     before = session.snapshot_id
     unknown = f"{target}: whether the commit was made is not known, as its answer was lost"
@@ -160,7 +174,9 @@ def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> ChunkGrid:
     return ChunkGrid(shape, chunk, chunk)
 
 
-def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequence[np.ndarray]) -> dict[str, str]:
+def _described(
+    head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequence[np.ndarray], token: str
+) -> dict[str, str]:
     """The attribute: a JSON text, which has the crc32c of every chunk, and the crc32c of the text."""
     rows = [
         [list(i.path), i.directory, list(i.shape), i.dtype.name, list(_chunk(i)), base64.b64encode(each).decode()]
@@ -168,12 +184,44 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequenc
     ]
     held = {
         "version": 1,
+        "save": token,
         "tree": head.tree,
         "step": head.step,
         "metadata": manifest.encode_json(head.metadata, "metadata"),
     }
     text = json.dumps(held | {"arrays": rows})
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
+
+
+def _stored(group: Any, items: Sequence[SaveItem]) -> dict[str, tuple[Any, np.ndarray]]:
+    """The arrays of the save before that are stored as those of this one, and the checksums of their chunks."""
+    said = group.attrs.get(GROUP_ATTRIBUTE)
+    rows = {} if said is None else {row[1]: row[2:] for row in json.loads(said["checkpoint"])["arrays"]}
+    found = {}
+    for item in items:
+        form = [list(item.shape), item.dtype.name, list(_chunk(item))]
+        *before, sums = rows.get(item.directory, [None])
+        held = group.get(item.directory) if before == form else None
+        if held is None or not _is_alike(held, item):
+            continue
+        with contextlib.suppress(ValueError):  # others may have written the attribute
+            counts = _grid(item.shape, _chunk(item)).counts
+            found[item.directory] = held, np.frombuffer(base64.b64decode(sums), "<u4").reshape(counts)
+    return found
+
+
+def _is_alike(held: Any, item: SaveItem) -> bool:
+    """Whether an array has the metadata that `_create` would give it: another program may have made it anew."""
+    said = held.metadata.to_dict()
+    codecs = [(c["name"], c.get("configuration", {}).get("endian", "little")) for c in said.get("codecs", ())]
+    keys, names = said.get("chunk_key_encoding"), tuple(said.get("dimension_names") or ())
+    return (
+        codecs == [("bytes", "little"), ("crc32c", "little")]
+        and (held.shape, held.dtype, held.chunks) == (item.shape, item.dtype, _chunk(item))
+        and names == tuple(own_names(item.name, len(item.shape)) or ())
+        and keys == {"name": "default", "configuration": {"separator": "/"}}
+        and not held.fill_value
+    )
 
 
 def _create(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any], call: Callable[..., Any]) -> Any:
@@ -183,8 +231,11 @@ def _create(zarr: Any, group: Any, item: SaveItem, attributes: Mapping[str, Any]
     return call(lambda: group.create_array(item.directory, **form), f"a write of {item.directory}")
 
 
-def _write(array: Any, block: Box, data: Any, chunk: tuple[int, ...], call: Callable[..., Any]) -> _Sums:
-    """Write the chunks of a block, those of zeros too; returns their checksums."""
+def _write(
+    array: Any, block: Box, data: Any, chunk: tuple[int, ...], old: np.ndarray | None, call: Callable[..., Any]
+) -> _Sums:
+    """Write the chunks of a block, those of zeros too, but for those that are there already, by their ``old``
+    checksums and then by their bytes; returns the checksums."""
     import asyncio
 
     from zarr.core.buffer.cpu import Buffer
@@ -192,8 +243,17 @@ def _write(array: Any, block: Box, data: Any, chunk: tuple[int, ...], call: Call
 
     dtype, grid, sums = np.dtype(data.dtype), _grid(array.shape, chunk), list[tuple[tuple[int, ...], int]]()
 
-    async def put(chunks: Mapping[str, bytes]) -> None:
-        await asyncio.gather(*((array.store_path / key).set(Buffer.from_bytes(held)) for key, held in chunks.items()))
+    async def put_one(key: str, held: bytes, known: bool) -> None:
+        at = array.store_path / key
+        if known:
+            with contextlib.suppress(Exception):  # one that is lost, or cannot be read, is written
+                there = await at.get()
+                if there is not None and there.to_bytes() == held:
+                    return
+        await at.set(Buffer.from_bytes(held))
+
+    async def put(chunks: Mapping[str, tuple[bytes, bool]]) -> None:
+        await asyncio.gather(*(put_one(key, *held) for key, held in chunks.items()))
 
     for part in windows(block.shape, chunk, dtype.itemsize, _WINDOW):
         values = data[(*part.slices, ...)]
@@ -205,14 +265,16 @@ def _write(array: Any, block: Box, data: Any, chunk: tuple[int, ...], call: Call
             padded = np.zeros(chunk, dtype)
             padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]
             raw = padded.tobytes()
-            sums.append((coord, crc32c(raw)))
-            chunks[slashed_key(coord)] = raw + sums[-1][1].to_bytes(4, "little")
-        nbytes = sum(map(len, chunks.values()))
+            sums.append((coord, value := crc32c(raw)))
+            chunks[slashed_key(coord)] = raw + value.to_bytes(4, "little"), old is not None and old[coord] == value
+        nbytes = sum(len(held) for held, _ in chunks.values())
         call(lambda held=chunks: sync(put(held)), f"a write of {nbytes} bytes", nbytes)
     return sums
 
 
-def _spread(mesh: Any, items: Sequence[SaveItem], target: str, fork: Any) -> list[_Written]:
+def _spread(
+    mesh: Any, items: Sequence[SaveItem], olds: Sequence[np.ndarray | None], target: str, fork: Any
+) -> list[_Written]:
     """Have the processes of a mesh write the blocks of its arrays."""
     settled = mesh.settle([item.array for item in items])
     wanted = []
@@ -222,7 +284,7 @@ def _spread(mesh: Any, items: Sequence[SaveItem], target: str, fork: Any) -> lis
             holders.setdefault(array.sharding.box(item.shape, rank), []).append(rank)
         wanted += [(n, box, box.size * item.dtype.itemsize, ranks) for box, ranks in holders.items() if box.size]
     payloads = {
-        rank: (target, fork, [(n, items[n].directory, _chunk(items[n]), box) for n, box in dealt])
+        rank: (target, fork, [(n, items[n].directory, _chunk(items[n]), olds[n], box) for n, box in dealt])
         for rank, dealt in packs.assign(wanted).items()
     }
     return mesh.run_on_blocks(write_blocks, settled, payloads) if payloads else []
@@ -243,9 +305,9 @@ def write_blocks(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.n
     written = []
     try:
         for rank, (_, _, tasks) in payloads.items():
-            for n, directory, chunk, box in tasks:
+            for n, directory, chunk, old, box in tasks:
                 array = call(lambda d=directory: zarr.open_array(fork.store, path=d, mode="r+"), "a look at an array")
-                written.append((n, _write(array, box, np.asarray(blocks[rank][n]), chunk, call)))
+                written.append((n, _write(array, box, np.asarray(blocks[rank][n]), chunk, old, call)))
     except ice.IcechunkError as e:
         raise icechunk_store.refused(target, "could not write", e) from None
     return fork, written

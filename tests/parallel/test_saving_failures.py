@@ -136,6 +136,8 @@ def test_workers_write_their_blocks_into_one_commit_of_icechunk(mortal: Client, 
             (found := load(where)).pop("whole")
             assert all(np.array_equal(np.asarray(a), rows * (step if n == "split" else 1)) for n, a in found.items())
             assert mt.verify(where).uncovered == []
+        chunks = len(list((tmp_path / "repo" / "chunks").iterdir()))
+        assert chunks == 6  # of each array in the first step, and what the second changed: the rest is shared
         history = ice.Repository.open(ice.local_filesystem_storage(str(tmp_path / "repo"))).ancestry
         before = [s.id for s in history(branch="main")]
         assert len(before) == 3  # the empty one, and one a step
