@@ -211,18 +211,21 @@ def test_history_that_others_have_shortened_is_seen(tmp_path):
     assert load(f"icechunk://{tmp_path}")["w"][0] == 2
 
 
-def test_garbage_of_a_repository_is_deleted_by_icechunk(repository):
+def test_garbage_of_a_repository_is_deleted_by_icechunk(ice, repository):
     place, where = repository
+    log = 1 if ice.__version__.startswith("1.") else 4096  # bytes: icechunk 2 notes what was done
     before = mt.storage.usage(where)
     assert mt.storage.gc(where) == []  # younger than a day: a save may be at work
     (left,) = mt.storage.gc(where, older_than=0, dry_run=True)
     assert (left.path, left.kind, left.nbytes, left.dead) == (place, "garbage", before.unreachable, True)
     assert mt.storage.leftovers(where, older_than=0) == [left]
-    assert mt.storage.usage(where) == before
+    looked = mt.storage.usage(where)
+    assert 0 <= looked.nbytes - before.nbytes < log
+    assert dataclasses.replace(looked, nbytes=before.nbytes) == before
     said = CliRunner().invoke(main, ["gc", where, "--older-than", "0"]).stdout
     assert "no branch or tag leads to 1 chunk" in said
     after = mt.storage.usage(where)
-    assert after.nbytes == before.nbytes - before.unreachable
+    assert 0 <= after.nbytes - (before.nbytes - before.unreachable) < log
     assert after.unreachable == 0
     assert mt.storage.gc(where, older_than=0) == mt.storage.gc(where, older_than=1e30) == []
     assert verify(f"icechunk://{place}").arrays == 2
