@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -144,6 +144,19 @@ class Recipes:
                 told += [self.of(s) for s in tensor.sources()]
             found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
         return found
+
+
+MOST_LEVELS = 128
+"""Of tensors within tensors: some calls each, when an element is read."""
+
+
+def deepest(tensors: Iterable[Any]) -> int:
+    """The levels of tensors within tensors, as far as a level beyond :data:`MOST_LEVELS`."""
+    levels, held = -1, list(tensors)
+    while held and levels <= MOST_LEVELS:
+        held = list({id(s): s for t in held if isinstance(t, DerivedTensor) for s in t.sources()}.values())
+        levels += 1
+    return levels
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
@@ -352,8 +365,11 @@ class Permuted(DerivedTensor):
     axes: tuple[int, ...]
 
     dtype = of_source("dtype")
-    shape = property(lambda self: tuple([self.source.shape[a] for a in self.axes]))
-    chunk = property(lambda self: tuple([self.source.chunk[a] for a in self.axes]))
+    shape = property(lambda self: self._turned(self.source.shape))
+    chunk = property(lambda self: self._turned(self.source.chunk))
+
+    def _turned(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([of[a] for a in self.axes])
 
     def _inverse(self) -> tuple[int, ...]:
         return tuple(self.axes.index(i) for i in range(len(self.axes)))

@@ -15,7 +15,7 @@ from ..base.names import patterns_of
 from . import text
 from .dequantized import is_quantized, not_followed
 from .key_patterns import Pattern, natural, number_of, pattern_of
-from .lazy_tensors import Agreed, renamed
+from .lazy_tensors import MOST_LEVELS, Agreed, deepest, renamed
 from .step import NotInvertible, Step
 from .steps import Concat, Deinterleave, FuseFFN, FuseQKV, Interleave, Split, SplitFFN, SplitQKV
 from .value_steps import Cast, Dequantize, Pad
@@ -383,6 +383,11 @@ class BoundRules:
             number = self._parts.get((id(follows), values))
             if number is None:  # the parameter is not there: nobody knows into how many parts it would be split
                 return
+        if steps and (levels := deepest(tensors) + len(steps)) > MOST_LEVELS:
+            raise RuleConflict(
+                f"its arrays would be made in {levels} steps, one within another; at most {MOST_LEVELS} are allowed. "
+                f"In the rule\n  {rule.shown:.400}"
+            )
         for step in steps:
             try:
                 stages.append(step.apply(stages[-1], number))

@@ -16,8 +16,10 @@ import base64
 import contextlib
 import itertools
 import json
+import os
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,8 +35,10 @@ from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
 from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import GROUP_ATTRIBUTE, own_names
 from ..stores import icechunk_store
+from ..stores.store import is_url
 from . import packs
 from .items import SaveItem
+from .write_shards import wait_for
 
 T = TypeVar("T")
 
@@ -283,11 +287,27 @@ def _spread(
         for rank in range(mesh.size):
             holders.setdefault(array.sharding.box(item.shape, rank), []).append(rank)
         wanted += [(n, box, box.size * item.dtype.itemsize, ranks) for box, ranks in holders.items() if box.size]
-    payloads = {
-        rank: (target, fork, [(n, items[n].directory, _chunk(items[n]), olds[n], box) for n, box in dealt])
-        for rank, dealt in packs.assign(wanted).items()
-    }
-    return mesh.run_on_blocks(write_blocks, settled, payloads) if payloads else []
+    with _sign(icechunk_store.divide(target)[0]) as sign:
+        payloads = {
+            rank: (target, sign, fork, [(n, items[n].directory, _chunk(items[n]), olds[n], box) for n, box in dealt])
+            for rank, dealt in packs.assign(wanted).items()
+        }
+        return mesh.run_on_blocks(write_blocks, settled, payloads) if payloads else []
+
+
+@contextlib.contextmanager
+def _sign(place: str) -> Iterator[str]:
+    """A new folder in a repository on a disk, by which processes see that theirs is the same; empty elsewhere. icechunk
+    itself would make another repository where there is none."""
+    if is_url(place):
+        yield ""
+        return
+    sign = tempfile.mkdtemp(prefix=".meshtape-", dir=place)
+    try:
+        yield sign
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(sign)
 
 
 def write_blocks(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> _Written:
@@ -296,15 +316,17 @@ def write_blocks(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.n
     from ..format.zarr_dtypes import zarr
 
     ice = icechunk_store.package()
-    target, fork, _ = next(iter(payloads.values()))
+    target, sign, fork, _ = next(iter(payloads.values()))
     place = icechunk_store.divide(target)[0]
 
     def call(work: Callable[[], T], asked: str, nbytes: int = 0) -> T:
         return icechunk_store.called(work, place, asked, nbytes)
 
+    if sign:
+        wait_for(sign, min(payloads))
     written = []
     try:
-        for rank, (_, _, tasks) in payloads.items():
+        for rank, (_, _, _, tasks) in payloads.items():
             for n, directory, chunk, old, box in tasks:
                 array = call(lambda d=directory: zarr.open_array(fork.store, path=d, mode="r+"), "a look at an array")
                 written.append((n, _write(array, box, np.asarray(blocks[rank][n]), chunk, old, call)))

@@ -39,7 +39,7 @@ def write_blocks(
         if store.is_url(root):
             uploads += _jobs(root, tasks, blocks[rank])
         else:
-            _wait_for(root, rank)
+            wait_for(root, rank)
             jobs += _jobs(root, tasks, blocks[rank])
 
     records = _upload(uploads)
@@ -129,7 +129,7 @@ def _upload(jobs: Sequence[_Job]) -> list[Record]:
     return [r for found in in_threads(put, jobs, UPLOADS) for r in found]
 
 
-def _wait_for(root: str, rank: int) -> None:
+def wait_for(root: str, rank: int) -> None:
     """The directory was just made, perhaps by another host: network file systems show it a moment later, or never."""
     for pause in (0.0, 0.1, 0.3, 0.6, 1.0):
         time.sleep(pause)

@@ -218,9 +218,12 @@ class RowIntegers(RowScales):
 
     how: ClassVar[str] = "quantised rows, made when they are read"
     dtype = property(lambda self: np.dtype(np.int8 if self.levels > 7 else np.uint8))
-    shape = property(lambda self: (*self.source.shape[:-1], -(-self.source.shape[-1] // (1 if self.levels > 7 else 2))))
+    shape = property(lambda self: self._packed(*self.source.shape))
     chunk = property(lambda self: rows_of(self.shape))
     per_element = property(lambda self: 8 * wide_of(self.source.dtype).itemsize)
+
+    def _packed(self, *shape: int) -> tuple[int, ...]:
+        return (*shape[:-1], -(-shape[-1] // (1 if self.levels > 7 else 2)))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         rows, nbytes = _at_work(self.source, self.needs(box), wide_of(self.source.dtype))

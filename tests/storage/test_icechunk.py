@@ -895,3 +895,12 @@ def test_a_chunk_is_shared_by_its_bytes(ice, url, tmp_path, monkeypatch):
         "y": ((20, 30), "float64"),
     }
     assert sorted(zarr.open_group(ice.Repository.open(place).readonly_session("main").store, mode="r")) == ["x", "y"]
+
+
+def test_a_process_that_sees_another_disk_writes_nothing(kit, url, tmp_path):
+    """icechunk would make a repository there."""
+    blocks = kit.split(np.ones((4, 4)), kit.Sharding(kit.Host({"x": 2}), (0, None)))
+    save(url, {"w": blocks})
+    assert not [p for p in (tmp_path / "repo").iterdir() if p.name.startswith(".")]
+    with pytest.raises(errors.CheckpointError, match=r"rank 1 does not see .*a file system that all workers share"):
+        icechunk_commit.write_blocks({1: (store.location(url), str(tmp_path / "gone"), None, [])}, {})

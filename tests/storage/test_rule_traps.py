@@ -362,3 +362,29 @@ def test_nothing_and_what_is_empty_go_along(tmp_path):
     assert storage.load(tmp_path / "dcp").keys() == {"params.w", *tree} - {"params", "empty"}
     report = storage.convert(place, tmp_path / "g.safetensors", format="safetensors")
     assert sorted(report.skipped) == ["empty", "n", "none", "rng.0", "rng.1", "rng.2", "scheduler"]
+
+
+def test_steps_within_steps_have_a_bound(tmp_path):
+    """Each is some calls within calls of Python; permutes took a power of their number to open."""
+    save(tmp_path / "c", {"w": np.arange(120.0).reshape(2, 3, 4, 5)})
+    turns = ", ".join(["permute([1, 0, 3, 2])"] * 31)
+    assert load(tmp_path / "c", rules=f"w -> w, {turns}")["w"].shape == (3, 2, 5, 4)
+    casts = ", ".join(["cast(float32)", "cast(float64)"] * 600)
+    line = "\n".join(f"$a{i} -> $a{i + 1}, cast(float32), cast(float64)" for i in range(600))
+    for rules in (f"w -> w, {casts}", f"w -> $a0\n{line}\n$a600 -> w"):
+        with pytest.raises(errors.RuleConflict, match="one within another; at most 128 are allowed"):
+            load(tmp_path / "c", rules=rules)
+    deep = tmp_path / "c"
+    for _ in range(4):
+        deep = storage.virtual.with_rules(deep, f"w -> w, {turns}")
+    for n in range(28):
+        deep = storage.virtual.cast(deep, ("float32", "float64")[n % 2])
+    where = storage.virtual.write(tmp_path / "deep.json", deep)
+    assert np.array_equal(load(where)["w"], np.arange(120.0).reshape(2, 3, 4, 5))
+    merge(where, tmp_path / "out")
+    assert storage.diff(where, tmp_path / "out").equal
+    with pytest.raises(errors.RuleConflict, match="at most 128"):
+        storage.virtual.with_rules(
+            storage.virtual.with_rules(tmp_path / "c", f"w -> w, {turns}"),
+            f"w -> w, {turns}, {turns}, {turns}, {turns}",
+        )
