@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
+from ...arrays.core.formatting import some
 from ..base.names import zarr_paths
 from ..checkpoint.checkpoint import Checkpoint, unread
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, slashed_key, windows
-from ..format.zarr_format import described, own_names
+from ..format.zarr_format import own_names
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
-from ..transform.attributes import held_attributes
+from ..transform.attributes import attributes_left, held_attributes, that_travel
 from ..virtual.identity import pinned
 from .virtual_files import LIMIT, ChunkFile, TensorFile, VirtualFile, in_pieces, raw, rows, text_file
 
@@ -76,7 +77,7 @@ class ZarrView:
         shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
         why = {**ckpt.skipped, **{n: "packed bits" for n in ckpt.arrays if n not in shown}}
         self.skipped = list(why)
-        self.lost = f"{ckpt.path} is shown without what cannot be read{unread(why)}" if why else ""
+        told = [f"{ckpt.path} is shown without what cannot be read{unread(why)}"] if why else []
         said, self._attributes = held_attributes(ckpt, shown, [])
         self.tensors = dict(zip(zarr_paths(list(shown)), shown.values(), strict=True))
         self.grids = {d: chunks_of(t) for d, t in self.tensors.items()}
@@ -84,11 +85,17 @@ class ZarrView:
             d: _node(n, t, self.grids[d], said.get(n, ""))
             for n, (d, t) in zip(shown, self.tensors.items(), strict=True)
         }
-        groups = {d[:i]: GROUP for d in arrays for i, c in enumerate(d) if c == "/"}
-        if ckpt.whole:
-            for name, attributes in ckpt.groups.items():
-                folder = zarr_paths([f"{name}/x"])[0].removesuffix("/x")
-                groups[folder] = {**GROUP, **json.loads(described(attributes) or "{}")}
+        groups: dict[str, Any] = {d[:i]: GROUP for d in arrays for i, c in enumerate(d) if c == "/"}
+        given = {"": ckpt.group, **ckpt.groups} if ckpt.whole else {}
+        kept = {name: that_travel(a) for name, a in given.items()}
+        for name, attributes in kept.items():
+            folder = zarr_paths([f"{name}/x"])[0].removesuffix("/x")
+            groups |= {folder: {**GROUP, **({"attributes": attributes} if attributes else {})}} if name else {}
+        gone = {name or "the group": [k for k in a if k not in kept[name]] for name, a in given.items()}
+        left = [f"{name} ({', '.join(keys)})" for name, keys in gone.items() if keys] + attributes_left(shown, said)
+        if left:
+            told.append(f"{ckpt.path} is shown without attributes that are no JSON, or above 64 KiB: {some(left, 4)}")
+        self.lost = "\n".join(told)
         # By depth, and children of a group beside each other: zarr-python reads consolidated metadata so.
         self.nodes = dict(sorted((groups | arrays).items(), key=lambda node: (node[0].count("/"), node[0])))
 

@@ -259,15 +259,15 @@ def snapshot_of(repo: Any, ref: str, root: str) -> str:
 def _snapshot_of(repo: Any, ref: str, root: str) -> str:
     with asked(root):
         branches, tags = repo.list_branches(), repo.list_tags()
-    if ref in branches and ref in tags:
-        raise CheckpointError(
-            f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or "
-            f"{repo.lookup_tag(ref)}"
-        )
-    if ref in branches:
-        return repo.lookup_branch(ref)
-    if ref in tags:
-        return repo.lookup_tag(ref)
+        if ref in branches and ref in tags:
+            raise CheckpointError(
+                f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or "
+                f"{repo.lookup_tag(ref)}"
+            )
+        if ref in branches:
+            return repo.lookup_branch(ref)
+        if ref in tags:
+            return repo.lookup_tag(ref)
     try:
         return repo.lookup_snapshot(ref).id
     except Exception:

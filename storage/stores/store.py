@@ -126,6 +126,14 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
     return f"{scheme}://{url_options.joined(scheme, host, {**held, **given})}{slash}{below}"
 
 
+def lies_in(place: str, folder: str) -> bool:
+    """Whether a place is a folder or lies below it, by their names or where links lead."""
+    pairs = [(place, folder)]
+    if not (is_url(place) or is_url(folder)):
+        pairs.append((os.path.realpath(place), os.path.realpath(folder)))
+    return any(p == f or p.startswith(join(f, "")) for p, f in pairs)
+
+
 def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):

@@ -41,14 +41,20 @@ def held_attributes(
             notes.append("zarr.json is missing or damaged: attributes, if there were any, are not written")
     if unnamed := [n for n, said in ckpt.groups.items() if said]:
         notes.append(f"attributes of groups below the root are not written: those of {', '.join(unnamed[:8])}")
-    if group and not described(group):
-        notes.append("attributes of the group are not written as such: they are no JSON, or above 64 KiB")
-        group = {}
+    if gone := [k for k in group if k not in (kept := that_travel(group))]:
+        notes.append(f"attributes of the group are not written, as they are no JSON, or above 64 KiB: {some(gone)}")
+        group = kept
     known = {ckpt.path: nodes} if held is not None else {}
     labels = {n: labels_of(t, partial(_stored, known=known)) for n, t in arrays.items()}
     notes += _apart(labels)
     found = {n: one.text(n, len(arrays[n].shape)) for n, one in labels.items()}
     return {n: text for n, text in found.items() if text}, group
+
+
+def that_travel(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of another writer's group that JSON has, of 64 KiB together."""
+    kept = {k: v for k, v in attributes.items() if described({k: v})}
+    return kept if described(kept) else {}
 
 
 def _stored(tensor: Any, known: dict[str, Any], keys: Sequence[str] = ()) -> Labels:
@@ -86,7 +92,7 @@ def _apart(labels: dict[str, Labels]) -> list[str]:
 
 
 def attributes_left(arrays: Mapping[str, Any], carried: Mapping[str, str]) -> list[str]:
-    """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``, that are not written."""
+    """Arrays of another writer's Zarr, with the names of attributes, such as a ``scale_factor``, that are not kept."""
     told = []
     for n, t in arrays.items():
         kept = json.loads(carried.get(n, "{}"))
@@ -96,7 +102,7 @@ def attributes_left(arrays: Mapping[str, Any], carried: Mapping[str, str]) -> li
             names["names of dimensions"] = None
         if names:
             told.append(f"{n} ({', '.join(names)})")
-    return [f"attributes are not written: those of {some(told)}"] if told else []
+    return told
 
 
 def refuse_lost_fills(arrays: Mapping[str, Any]) -> None:

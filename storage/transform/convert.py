@@ -439,7 +439,7 @@ def convert(
         )
     else:
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
-    if any(place == target or place.startswith(store.join(target, "")) for place in held.ckpt.places):
+    if any(store.lies_in(place, target) for place in held.ckpt.places):
         raise CheckpointError(f"{target} is the source; write to another place")
     spread = Workers(int(threads), executor_of(client))
     tensors = list(held.arrays.values())
@@ -455,6 +455,7 @@ def convert(
             raise out_of_memory(f"{held.ckpt.path} on its way to {target}", e, cure) from None
     if held.unread:
         warnings.warn(f"{target} is written without what cannot be read{unread(held.unread)}", stacklevel=3)
+    left = attributes_left(held.arrays, getattr(sink, "said", {}))
     return ConvertReport(
         target,
         len(tensors),
@@ -465,7 +466,7 @@ def convert(
         [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread],
         time.perf_counter() - started,
         dict(sorted(losses.items())),
-        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", {}))],
+        [*held.notes, *(["attributes are not written: those of " + some(left)] if left else [])],
         held.left_behind(),
     )
 

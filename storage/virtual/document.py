@@ -341,8 +341,9 @@ def _known_by_files(ckpt: Checkpoint, where: str) -> Iterator[str]:
     """Parents, and theirs, whose identity a new file would change."""
     for parent, held in ckpt.computed.parents.items() if ckpt.computed is not None else ():
         yield from _known_by_files(held, where)
-        among = held.kind not in FILES or store.split(where)[0] == parent.path
-        if among and parent.identity.startswith("files:") and where.startswith(store.join(parent.path, "")):
+        folder = store.split(where)[0]
+        among = store.lies_in(folder, parent.path) and (held.kind not in FILES or store.lies_in(parent.path, folder))
+        if among and parent.identity.startswith("files:"):
             yield parent.path
 
 

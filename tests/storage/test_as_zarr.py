@@ -283,3 +283,18 @@ def test_a_huge_shape_takes_no_memory(tmp_path):
     with pytest.warns(UserWarning, match="are not there"):
         assert view[0, :3].tolist() == [7, 3, 7]
     assert next(iter(mt.open_checkpoint(tmp_path / "z").values())).shape == shape
+
+
+def test_attributes_that_no_json_holds_are_named(tmp_path):
+    """Those beside them are shown, of groups as of arrays."""
+    group = zarr.open_group(tmp_path / "z", mode="w", attributes={"nan": float("nan"), "kept": 1})
+    group.create_group("g", attributes={"huge": "x" * 100_000, "kept": 2})
+    group.create_array("g/w", data=np.ones(2), attributes={"inf": float("inf"), "kept": 3})
+    with pytest.warns(UserWarning, match=r"no JSON, or above 64 KiB: the group \(nan\), g \(huge\), g/w \(inf\)$"):
+        store = mt.storage.as_zarr(tmp_path / "z")
+    view = zarr.open_group(store, mode="r")
+    assert [dict(x.attrs) for x in (view, view["g"], view["g/w"])] == [{"kept": 1}, {"kept": 2}, {"kept": 3}]
+    notes = " ".join(mt.convert(tmp_path / "z", tmp_path / "c", format="zarr").notes)
+    assert "no JSON, or above 64 KiB: nan" in notes
+    assert "g/w (inf)" in notes
+    assert dict(zarr.open_group(tmp_path / "c", mode="r").attrs)["kept"] == 1

@@ -215,7 +215,7 @@ def test_attributes_that_cannot_travel_are_told_and_none_takes_a_reserved_name(t
         below.create_array(name, data=np.arange(3.0)).attrs.update(said)
     told = [
         "attributes of groups below the root are not written: those of below",
-        "attributes of the group are not written as such: they are no JSON, or above 64 KiB",
+        "attributes of the group are not written, as they are no JSON, or above 64 KiB: when",
         "attributes are not written: those of below/half (a), below/huge (a), below/nan (a)",
     ]
     for r in (convert(tmp_path / "x", tmp_path / "z", format="zarr"), merge(tmp_path / "x", tmp_path / "m")):

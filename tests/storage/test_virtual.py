@@ -1204,6 +1204,7 @@ def test_no_document_lies_among_the_files_of_a_parent_by_others(tmp_path):
     group = zarr.open_group(tmp_path / "z", mode="w")
     group.create_array("s/w", data=held["w"])
     convert(tmp_path / "hf", tmp_path / "dcp", format="dcp")
+    os.symlink("hf", tmp_path / "link")
     save(tmp_path / "ours", held)
     inner = virtual.write(tmp_path / "inner.json", virtual.mean([tmp_path / "hf", tmp_path / "ours"]))
     outer = virtual.write(tmp_path / "outer.json", virtual.mean([inner]))
@@ -1215,6 +1216,8 @@ def test_no_document_lies_among_the_files_of_a_parent_by_others(tmp_path):
         ("z", "z/s/w/h.json"),
         ("dcp", "dcp/h.json"),
         ("dcp", "dcp/sub/h.json"),
+        ("hf", "link/h.json"),
+        ("link", "hf/h.json"),
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(errors.CheckpointError, match=r"one of the files by which its parent .* is known"):
@@ -1227,10 +1230,12 @@ def test_no_document_lies_among_the_files_of_a_parent_by_others(tmp_path):
     assert load(outer)["w"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("target", ["p", "p/."])
+@pytest.mark.parametrize("target", ["p", "p/.", "link", "home/p"])
 def test_no_command_writes_over_a_parent(tmp_path, monkeypatch, target):
-    """Also where the parent is the file in a folder of another writer."""
+    """Also where the parent is the file in a folder of another writer, and where links lead there."""
     monkeypatch.chdir(tmp_path)
+    os.symlink("p", "link")
+    os.symlink(".", "home")
     for name in ("p", "q"):
         Path(name).mkdir()
         safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, f"{name}/model.safetensors")
