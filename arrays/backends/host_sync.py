@@ -75,7 +75,8 @@ def index_checks(on: bool) -> Iterator[None]:
     """Whether index arrays on a GPU are checked before they are used, for which the host waits; they are by default.
 
     Indices that came from host memory, in up to 1 MiB, are checked without a wait. Without the check an index out of
-    range wraps around. On a CPU NumPy itself checks, always.
+    range wraps around; so do those that a compiled function computes by itself on a GPU: its arguments, and views of
+    them, are checked before it runs. On a CPU NumPy itself checks, always.
 
     Examples
     --------

@@ -87,7 +87,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             for a in _true_places(item, x, axis) if masks else [item]:
                 if own and not masks and a.size:
                     _check_range(a._buf, axis, x.shape[axis])
-                elif not masks and not _is_known(a._buf, n := x.shape[axis]):
+                elif not masks and not is_known(a._buf, n := x.shape[axis]):
                     if isinstance(a._buf, np.ndarray) or host_sync.checks_indices():
                         unchecked.append((a._buf, axis, n))
                     else:
@@ -95,7 +95,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
                 parsed.append(Slot(len(arrays)))
                 arrays.append(asarray(a._buf, device=where, copy=False) if own and where.kind != "cpu" else a)
                 axis += 1
-    _check_ranges(unchecked)
+    check_ranges(unchecked)
     return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
 
 
@@ -161,7 +161,7 @@ def _is_empty(item: Any) -> bool:
     return isinstance(item, Sequence) and all(_is_empty(part) for part in item)
 
 
-def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
+def check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
     """Raise for an out-of-range index before anything is read, on every backend.
 
     ``indices`` are buffers, each with its axis and the length of that. Those on a GPU need one wait in all."""
@@ -179,7 +179,7 @@ def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
             _check_range(buf, axis, n)
 
 
-def _is_known(buf: Any, n: int) -> bool:
+def is_known(buf: Any, n: int) -> bool:
     """Whether nothing need be read to know that indices are in range, or they are to be known only later."""
     if isinstance(buf, Deferred) or buf.size == 0:
         return True

@@ -112,9 +112,9 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     device
         Where to put it; where ``obj`` is, or the default device.
     copy
-        A NumPy array is copied unless ``copy=False``: its owner may write to it later, and an Array's value never
-        changes behind its back. With ``copy=False`` the memory is shared as long as nobody writes to the Array, and the
-        caller promises not to write to ``obj``. An Array is never copied before one side is written.
+        An array of NumPy or CuPy is copied unless ``copy=False``: its owner may write to it later, and an Array's value
+        never changes behind its back. With ``copy=False`` the memory is shared as long as nobody writes to the Array,
+        and the caller promises not to write to ``obj``. An Array is never copied before one side is written.
 
     Raises
     ------
@@ -149,8 +149,9 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         source = None if not state.recorders or _is_new(obj) else obj
         return made(_place(_of_numpy(obj, wanted, copy), device), source)
     if hasattr(obj, "__cuda_array_interface__"):
-        x = wrap(cupy_backend().xp.asarray(obj))
-        return x if dtype is None and device is None else asarray(x, dtype=dtype, device=device)
+        held = cupy_backend().xp.asarray(obj)
+        x = wrap(held) if dtype is None and device is None else asarray(wrap(held), dtype=dtype, device=device)
+        return wrap(held.copy()) if x._buf is held and copy is not False else x
     if hasattr(obj, "__dlpack__") and not hasattr(obj, "__array_interface__"):
         # Exchanged so, bfloat16 and float8 of other libraries arrive as what they are.
         try:

@@ -44,6 +44,7 @@ from .cuda_graphs import graphed
 from .determinism import ImpurityCheck, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
+from .lookups import check, lookups
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 
 
@@ -309,6 +310,7 @@ class _Ready:
         self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
         self.changed = trace.changed
+        self.lookups = lookups(program)
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
         """Whether a recorder of this thread watches an input or a captured array of the program."""
@@ -324,6 +326,8 @@ class _Ready:
         else:
             if not self.local:
                 densify(inputs)
+            if self.lookups:
+                check(self.lookups, inputs)
             bufs = (
                 given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name, self.gives)
                 if self.donated

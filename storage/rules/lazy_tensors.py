@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -144,19 +144,6 @@ class Recipes:
                 told += [self.of(s) for s in tensor.sources()]
             found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
         return found
-
-
-MOST_LEVELS = 128
-"""Of tensors within tensors: some calls each, when an element is read."""
-
-
-def deepest(tensors: Iterable[Any]) -> int:
-    """The levels of tensors within tensors, as far as a level beyond :data:`MOST_LEVELS`."""
-    levels, held = -1, list(tensors)
-    while held and levels <= MOST_LEVELS:
-        held = list({id(s): s for t in held if isinstance(t, DerivedTensor) for s in t.sources()}.values())
-        levels += 1
-    return levels
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ from ..base.names import patterns_of
 from . import text
 from .dequantized import is_quantized, not_followed
 from .key_patterns import Pattern, natural, number_of, pattern_of
-from .lazy_tensors import MOST_LEVELS, Agreed, deepest, renamed
+from .lazy_tensors import Agreed, DerivedTensor, renamed
 from .step import NotInvertible, Step
 from .steps import Concat, Deinterleave, FuseFFN, FuseQKV, Interleave, Split, SplitFFN, SplitQKV
 from .value_steps import Cast, Dequantize, Pad
@@ -81,6 +81,19 @@ def _check_gaps(
                 "where it is left out on purpose, name each source, or write a rule for each array that has fewer; in "
                 f"the rule\n  {rule.shown}"
             )
+
+
+MOST_LEVELS = 128
+"""Of tensors within tensors: some calls each, when an element is read."""
+
+
+def deepest(tensors: Iterable[Any]) -> int:
+    """The levels of tensors within tensors, as far as a level beyond :data:`MOST_LEVELS`."""
+    levels, held = -1, list(tensors)
+    while held and levels <= MOST_LEVELS:
+        held = list({id(s): s for t in held if isinstance(t, DerivedTensor) for s in t.sources()}.values())
+        levels += 1
+    return levels
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,11 @@ def test_indices_out_of_range_are_refused() -> None:
                     x[integers([1, 2], dtype, sent), integers([wrong, 0], dtype, sent)]
             with mt.index_checks(False):
                 np.testing.assert_array_equal(x[integers([1, wrong], dtype, sent)].numpy(), X[[1, wrong % 5]])
+    for graph in (False, True):
+        call = mt.compile(lambda x, ids: x[ids[::-1]] * 1.0, cuda_graph=graph)
+        np.testing.assert_array_equal(call(x, mt.asarray([4, -5]) + 0).numpy(), X[[-5, 4]])
+        with pytest.raises(IndexError, match="index 5 is out of bounds"):
+            call(x, mt.asarray([1, 5]) + 0)  # whose numbers the host did not see
 
 
 def test_labels_out_of_range_are_refused() -> None:

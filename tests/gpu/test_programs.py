@@ -208,3 +208,29 @@ def test_cotangents_that_a_kernel_rounds_have_the_same_bits(dtype: str, monkeypa
     for a, b in zip(early, slopes(), strict=True):
         assert a.dtype == d
         np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+
+
+def test_indices_among_the_arguments_are_checked() -> None:
+    """Without a wait where they came from host memory; nothing is given up by a call that is refused."""
+
+    def step(table: Any, ids: Any) -> Any:
+        rows = table[mt.reshape(ids[:, 1:], (-1,)).astype(mt.int64)]
+        return table.at[ids[:, 1]].add(1.0), mt.sum(rows)
+
+    good, bad = (mt.asarray(np.array([[9, a, b], [-9, 0, 1]], np.int32)) for a, b in ((3, -4), (4, 0)))
+    for graph in (False, True):
+        table = mt.asarray(np.arange(12.0).reshape(4, 3))
+        run = mt.compile(step, cuda_graph=graph, donate=0)
+        with mt.host_waits() as waits:
+            table, _ = run(table, mt.asarray(np.array([[0, 1, 2]], np.int32)))
+        assert waits == []
+        before = table.tolist()
+        with pytest.raises(mt.errors.ArrayIndexError, match="index 4 is out of bounds for axis 0 with size 4"):
+            run(table, bad)
+        assert table.tolist() == before
+        with mt.use_deterministic(False):  # of sorts the emulation makes no part of a graph
+            with mt.host_waits() as waits:  # columns that no read takes may hold anything
+                mt.compile(step, cuda_graph=graph)(table, good)
+            assert waits
+            with mt.index_checks(False):
+                mt.compile(step, cuda_graph=graph)(table, bad)

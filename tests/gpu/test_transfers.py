@@ -80,6 +80,14 @@ def test_arrays_of_cupy_come_in() -> None:
     shared[0] = 5.0
     assert theirs.get().tolist() == [0, 1, 2, 3]
     assert copied.tolist() == [0, 1, 2, 3]
+    ours = [mt.asarray(theirs), mt.array(theirs), mt.asarray(theirs, copy=True), mt.asarray(theirs, dtype=mt.float64)]
+    ours += [mt.asarray(theirs, device="cuda:0"), mt.asarray(theirs[::-1]), mt.from_dlpack(theirs)]
+    held = mt.asarray(theirs, copy=False)
+    assert held._buf.data.ptr == theirs.data.ptr
+    held[0] = 7.0
+    theirs[:] = -1
+    assert [sorted(x.tolist()) for x in ours] == [[0, 1, 2, 3]] * len(ours)
+    assert held.tolist() == [7, 1, 2, 3]
 
 
 def test_pytorch_and_we_share_memory() -> None:
