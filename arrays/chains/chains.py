@@ -443,6 +443,9 @@ def one_launch(name: str) -> Callable[..., Any]:
 
     def call(*bufs: Any) -> Any:
         out = chain(*bufs)
-        return op_named(name).impl(launch.runner().xp, *bufs) if out is NotImplemented else out
+        if out is not NotImplemented:
+            return out
+        impl, xp = op_named(name).impl, launch.runner().xp
+        return getattr(xp, impl)(*bufs) if isinstance(impl, str) else impl(xp, *bufs)
 
     return call

@@ -53,6 +53,7 @@ REMAINDER, remainder = binary(
     "remainder",
     "Rest of the floor division, with the sign of the divisor.",
     "[7, -7], 3 -> [1, 2]",
+    overrides={"cupy": one_launch("remainder")},  # CuPy gives NaN where the divisor is infinite
     cuda="floored_rest({1}, fmod{f}({0}, {1}))",
 )
 FMOD, fmod = binary(
@@ -240,6 +241,7 @@ NEXTAFTER, nextafter = binary(
     "nextafter",
     "The next number after ``x1`` towards ``x2``.",
     "mt.nextafter(mt.asarray([1.0], dtype=mt.float32), 2.0) - 1.0 -> [1.1920929e-07], dtype=float32",
+    overrides={"cupy": fn.nextafter_on_cuda},
 )
 
 # ----- comparison and logic -------------------------------------------------------------------------------------------

@@ -132,11 +132,15 @@ class Manifest:
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
 
+DEEPEST = 200
+"""Of values within values: each takes Python some calls."""
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def encode_json(value: Any, where: str) -> Any:
+def encode_json(value: Any, where: str, depth: int = 0) -> Any:
     """``value`` as JSON proper: NumPy scalars become numbers, NaN and infinities ``{"$float": "NaN"}``."""
+    if depth > DEEPEST:
+        raise CheckpointError(f"{where[:60]}…: values within values, more than {DEEPEST}, cannot be saved")
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         value = value.item()
     elif isinstance(value, np.generic) and value.dtype.name in dtypes.EXTENSIONS:
@@ -150,25 +154,27 @@ def encode_json(value: Any, where: str) -> Any:
             return float(value)
         return {"$float": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, (list, tuple)):
-        return [encode_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [encode_json(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == "$float":
                 raise CheckpointError(f"{where}: key {key!r} cannot be kept in JSON; use a text other than '$float'")
-        return {key: encode_json(v, f"{where}[{key!r}]") for key, v in value.items()}
+        return {key: encode_json(v, f"{where}[{key!r}]", depth + 1) for key, v in value.items()}
     raise CheckpointDTypeError(
         f"{where}: a {type(value).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
     )
 
 
-def decode_json(value: Any) -> Any:
+def decode_json(value: Any, depth: int = 0) -> Any:
     """Inverse of `encode_json` (tuples come back as lists)."""
+    if depth > DEEPEST:
+        raise ValueError(f"values within values: more than {DEEPEST}")
     if isinstance(value, list):
-        return [decode_json(v) for v in value]
+        return [decode_json(v, depth + 1) for v in value]
     if isinstance(value, dict):
         if value.keys() == {"$float"} and value["$float"] in _FLOATS:
             return _FLOATS[value["$float"]]
-        return {k: decode_json(v) for k, v in value.items()}
+        return {k: decode_json(v, depth + 1) for k, v in value.items()}
     return value
 
 
@@ -411,7 +417,8 @@ def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = 
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
     if any(e.delta for e in entries) != (base is not None):
         raise CorruptCheckpoint(f"{source}: deltas and a base are only there together")
-    held = step, decode_json(metadata), described, packs, documents, sums, zarr, base
+    with malformed(f"{source}: metadata"):
+        held = step, decode_json(metadata), described, packs, documents, sums, zarr, base
     return Manifest(entries, top["tree"], *held, structure)
 
 

@@ -279,3 +279,19 @@ def test_labels_out_of_range_are_refused() -> None:
         for ignored, wrong in ((None, 7), (None, mark), (mark, 7), (mark, other)):
             with pytest.raises(IndexError, match=f"label {wrong} is none of the 7 classes"):
                 loss(0, ignored or 1, wrong, 1, ignored or 1, ignore_index=ignored)
+
+
+@pytest.mark.parametrize("large", [1 << 20, 1])
+@pytest.mark.parametrize("name", ["remainder", "fmod", "floor_divide", "divide", "pow", "hypot", "nextafter", "atan2"])
+def test_pairs_of_odd_numbers(name: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, by the kernels for calls of many elements, too."""
+    monkeypatch.setattr(Op, "large", large)
+    odd = [0.0, -0.0, 1.0, -1.0, 5.5, -5.5, 3.0, -3.0, np.inf, -np.inf, np.nan]
+    pairs = np.array([(x, y) for x in odd for y in odd])
+    for dtype in (np.float64, np.float32, np.float16, *([np.int32, np.uint8] if name == "remainder" else [])):
+        some = pairs if dtype(0.5) else np.abs(pairs[np.isfinite(pairs).all(axis=1) & (pairs[:, 1] != 0)])
+        x, y = some.astype(dtype).T
+        got = getattr(mt, name)(mt.asarray(x), mt.asarray(y))
+        want = getattr(mt, name)(mt.asarray(x, device="cpu"), mt.asarray(y, device="cpu")).numpy()
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got.numpy(), want, 1e-3 if dtype is np.float16 else 1e-6)
