@@ -124,6 +124,7 @@ class CuPyBackend:
 
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""
+        self.check(where)
         fill = dtype
         if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register, but their bits
             value, fill = np.asarray(value, dtype), np.dtype(np.uint16)

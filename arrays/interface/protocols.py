@@ -12,6 +12,7 @@ from ..backends import host_sync
 from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import ArgumentError
 from .askers import beside_labels, refuse_applied
 
@@ -129,6 +130,8 @@ class Protocols:
         buf = self._buf
         if isinstance(buf, np.ndarray | Deferred):
             raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for
+        if buf.dtype.num >= FIRST_USER_DTYPE:  # CuPy would take its elements for some of no bytes
+            raise AttributeError(f"__cuda_array_interface__: it has no name for {buf.dtype}; use from_dlpack")
         refuse_watched("__cuda_array_interface__", self)
         # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
         self._buf = buf.view()

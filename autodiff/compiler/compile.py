@@ -8,12 +8,14 @@ once. Its writes are another matter (:mod:`.lost_writes`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy as np
 from ...arrays.backends.backend import backend_for, backend_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.devices import use_device
 from ...arrays.core.dispatch import Deferred, apply, wrap
 from ...arrays.core.errors import TracedValueError, check_function
 from ...arrays.core.op import not_recording, recording, state
@@ -428,6 +431,14 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 register_tracer(_traced)
 
 
+def _beside(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Where what a program makes goes: to its arguments, if all of these are on one GPU."""
+    held = [a for a in arrays if isinstance(a, Array) and not isinstance(a._buf, Deferred)]
+    found = {a.device for a in held if not isinstance(a._buf, np.ndarray)}
+    one = len(found) == 1 and not any(isinstance(a._buf, np.ndarray) for a in held)
+    return use_device(found.pop()) if one else contextlib.nullcontext()
+
+
 def _recorded(
     fn: Callable[..., Any],
     reads: Captures,
@@ -451,7 +462,7 @@ def _recorded(
     given = Arguments(name, stand_ins, treedef, donated)
     try:
         try:
-            with not_recording(), recording(trace), noting_logs(trace):
+            with not_recording(), recording(trace), noting_logs(trace), _beside(arrays):
                 result = fn(*given.args, **given.kwargs)
             trace.check_refusals()
         except Exception as e:

@@ -127,11 +127,21 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
 
 
 def lies_in(place: str, folder: str) -> bool:
-    """Whether a place is a folder or lies below it, by their names or where links lead."""
-    pairs = [(place, folder)]
-    if not (is_url(place) or is_url(folder)):
-        pairs.append((os.path.realpath(place), os.path.realpath(folder)))
+    """Whether a place is a folder or lies below it, by their names, where links lead, or in a bucket that other options
+    of a URL reach as well."""
+    pairs = [(place, folder), (_real(place), _real(folder))]
     return any(p == f or p.startswith(join(f, "")) for p, f in pairs)
+
+
+def _real(place: str) -> str:
+    scheme, mark, rest = place.partition("://")
+    if not is_url(place) or scheme == icechunk_store.SCHEME:
+        return place if mark else os.path.realpath(place)
+    authority, slash, below = rest.partition("/")
+    host, given = url_options.divide(authority)
+    held = (given.get("endpoint"), *map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")))
+    endpoint = next(filter(None, held), "") if scheme == "s3" else ""
+    return f"{scheme}://{endpoint.rstrip('/')}/{host}{slash}{below}"
 
 
 def at(root: str) -> Store:

@@ -26,9 +26,11 @@ from ...arrays.core.errors import (
 from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
 from ..checkpoint.checkpoint import FILES, Checkpoint, Computed, generation_of
+from ..format import manifest
 from ..format.migrations import Step, upgraded
 from ..loading.deltas import DeltaTensor
 from ..loading.open import OPENERS, open_checkpoint
+from ..readers.zarr_tensor import METADATA
 from ..stores import atomic_directory, icechunk_store, store
 from ..stores.generations import JointGeneration
 from . import adapters as adapters  # registers its node
@@ -401,6 +403,8 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
         )
     store.refuse_folder(where)
     at, name = store.holding(where)
+    if name in (manifest.FILE, *METADATA):
+        raise CheckpointError(f"{where}: {name} is a file of checkpoints themselves; choose another name")
     at.refuse_writes()
     exists = CheckpointExists(f"{where} exists; pass overwrite=True, or choose another name")
     if at.size(name) is not None:

@@ -44,6 +44,7 @@ from meshtape.storage import (
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model.site import Site
 from meshtape.storage.rules.lazy_tensors import Recipes
+from meshtape.storage.stores import store
 from meshtape.storage.virtual import expressions
 
 DTYPES = [np.dtype(t) for t in ("f4", "f2", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, "c8")]
@@ -1246,3 +1247,25 @@ def test_no_command_writes_over_a_parent(tmp_path, monkeypatch, target):
             with pytest.raises(errors.CheckpointError, match="is the source"):
                 way(source, target, overwrite=True)
     assert load("again.json")["w"].tolist() == [1, 1, 1]
+
+
+def test_other_options_of_a_url_lead_to_the_same_parent(s3):
+    for name in ("a", "b"):
+        save(f"{s3.url}/{name}", {"w": np.ones(3)})
+    mean = virtual.write(f"{s3.url}/mean.json", virtual.mean([f"{s3.url}/a", f"{s3.url}/b"]))
+    there = {k: v for k, v in os.environ.items() if k.startswith("AWS_ENDPOINT_URL")}
+    for options in ({"storage_class": "STANDARD_IA"}, {"endpoint": next(iter(there.values()))}):
+        for source, target in ((mean, "b"), (f"{s3.url}/a", "a")):
+            with pytest.raises(errors.CheckpointError, match="is the source"):
+                merge(source, mt.storage.options(f"{s3.url}/{target}", **options), overwrite=True)
+    elsewhere = mt.storage.options("s3://bucket/b", endpoint="http://127.0.0.1:9")
+    assert not store.lies_in(f"{s3.url}/b", elsewhere)
+
+
+@pytest.mark.parametrize("name", ["meshtape.json", "zarr.json", ".zgroup"])
+def test_a_document_takes_no_name_of_a_file_of_checkpoints(tmp_path, name):
+    save(tmp_path / "a", {"w": np.ones(3)})
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(errors.CheckpointError, match="is a file of checkpoints themselves"):
+        virtual.write(tmp_path / "hf" / name, virtual.cast(tmp_path / "a", "float16"))
+    assert not any((tmp_path / "hf").iterdir())
