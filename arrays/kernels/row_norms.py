@@ -74,6 +74,8 @@ def sum_parts(partial: Any, dtype: np.dtype) -> Any:
 
 _LEAST = 1 << 16
 """Elements from which on the kernels of reductions are started: of few CuPy's one launch is enough. (Not measured.)"""
+_LONGEST_OF_FEW = 1 << 14
+"""Elements of a row, of which few have one block each."""
 _COLUMNS = 1024
 """Columns that all of an array is summed in first."""
 
@@ -99,12 +101,14 @@ def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) 
     return sum_parts(partial, dtype).reshape((1,) * (n if keepdims else 0) + x.shape[n:])
 
 
-def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
+def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype, any_number: bool = False) -> Any:
     """A result for the last dimensions of an array of many rows without gaps, and the numbers of a launch: threads of a
-    row, grid and block, rows and their width. None of other arrays."""
+    row, grid and block, rows and their width. None of other arrays, and of few elements or rows, but for ``any_number``
+    of rows that are not long."""
     n = x.ndim - len(axis)
     rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
-    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or x.size < _LEAST or rows < 128:
+    few = rows < 128 and width > _LONGEST_OF_FEW if any_number else x.size < _LEAST or rows < 128
+    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or few:
         return None
     out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), dtype)
     threads = 32 if width < 2048 else 256
@@ -125,14 +129,19 @@ def row_extremes(which: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> A
 
 
 def row_places(largest: bool, x: Any, axis: int, keepdims: bool) -> Any:
-    """The place of the first largest (or smallest) along the last dimension of many rows without gaps, or of the first
-    NaN; others are NotImplemented."""
-    found = _of_rows(x, (axis,), keepdims, np.dtype(np.int64))
+    """The place of the first largest (or smallest) along a dimension, or of the first NaN (CuPy gives any of several).
+    Few long rows are NotImplemented, and so is nothing."""
+    xp, n = runner().xp, x.ndim
+    if not x.size:
+        return NotImplemented
+    axis %= n
+    x = contiguous(xp.moveaxis(x, axis, -1))
+    found = _of_rows(x, (n - 1,), False, np.dtype(np.int64), any_number=True)
     if found is None:
         return NotImplemented
     out, threads, geometry, sizes = found
     runner().launch(REDUCTIONS, named("row_places", largest, x.dtype, threads), *geometry, (x, out, *sizes))
-    return out
+    return xp.expand_dims(out, axis) if keepdims else out
 
 
 def _ends(arrays: Sequence[Any]) -> bool:

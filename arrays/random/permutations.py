@@ -95,7 +95,8 @@ def choice(
     replace
         Whether an element may be chosen again.
     p
-        Weights of the elements (one-dimensional, not negative, not all 0); equal if None. They need not sum to one.
+        Weights of the elements (one-dimensional, finite, not negative, not all 0); equal if None. They need not sum to
+        one. An array on a GPU is not looked at, as the host would wait.
 
     Examples
     --------
@@ -113,6 +114,8 @@ def choice(
         weights = asarray(p)
         if weights.shape != (n,):
             raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
+        if not isinstance(p, Array) and not hasattr(p, "__cuda_array_interface__"):
+            _check_weights(np.asarray(p, np.float64), count, bool(replace))
         where = drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))
     elif replace:
         where = integers(key, full, 0, max(n, 1))

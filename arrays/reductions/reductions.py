@@ -136,7 +136,12 @@ def _arg(name: str, extremum: Op) -> Op:
     def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
         if x.size == 0 and _nothing_to_choose(name, x.shape, (axis,)):
             return xp.empty(shape_rules.reduced_shape(x.shape, (axis,), keepdims), np.int64)
-        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+        found = getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+        if xp is np or x.dtype.kind not in "fcV":
+            return found
+        lost = xp.isnan(x)  # of several NaN CuPy gives any
+        first = xp.argmax(lost, axis=axis, keepdims=keepdims)
+        return xp.where(xp.any(lost, axis=axis, keepdims=keepdims), first, found)
 
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
         """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is

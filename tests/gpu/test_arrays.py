@@ -295,3 +295,22 @@ def test_pairs_of_odd_numbers(name: str, large: int, monkeypatch: pytest.MonkeyP
         want = getattr(mt, name)(mt.asarray(x, device="cpu"), mt.asarray(y, device="cpu")).numpy()
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got.numpy(), want, 1e-3 if dtype is np.float16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_first_of_several_nan_is_the_extremum(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((200, 7)).astype(dtype)
+    x[np.random.default_rng(1).random(x.shape) < 0.3] = np.nan
+    for y in (x, x.T, x[:5], x[:, :, None]):
+        for name in ("argmax", "argmin"):
+            for axis in (0, 1, None):
+                got = getattr(mt, name)(mt.asarray(y), axis=axis)
+                want = getattr(mt, name)(mt.asarray(y, device="cpu"), axis=axis)
+                np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+def test_weights_from_the_host_are_looked_at() -> None:
+    key = mt.random.key(0)
+    for wrong in ([1.0, -1.0], [np.nan, 1.0], [0.0, 0.0], np.array([np.inf, 1.0])):
+        with pytest.raises(mt.errors.ArgumentError, match="finite weights"):
+            mt.random.choice(key, 2, (3,), p=wrong)

@@ -234,3 +234,24 @@ def test_indices_among_the_arguments_are_checked() -> None:
             assert waits
             with mt.index_checks(False):
                 mt.compile(step, cuda_graph=graph)(table, bad)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_constants_of_a_program_go_to_its_arguments(graph: bool) -> None:
+    """Whatever the default device is; and a CPU's programs stay there."""
+    calls = {
+        "a list": lambda x: x * [1.0, 2.0, 3.0],
+        "triu": mt.triu,
+        "pad": lambda x: mt.pad(x, 1),
+        "clip": lambda x: mt.clip(x, [-1.0, 0.0, 0.0], 1.0),
+        "diag": mt.grad(lambda x: mt.sum(mt.diag(x) ** 2)),
+        "batch_norm": mt.grad(lambda x: mt.sum(mt.nn.batch_norm(x, None, None, None, None, training=True)[0] ** 3)),
+        "new": lambda x: mt.ones(3) + x,
+    }
+    host = np.arange(9.0).reshape(3, 3) - 4.0
+    with mt.use_device("cpu"):
+        for name, fn in calls.items():
+            got = mt.compile(fn, cuda_graph=graph)(mt.asarray(host, device="cuda:0"))
+            want = mt.compile(fn)(mt.asarray(host))
+            assert (name, str(got.device), str(want.device)) == (name, "cuda:0", "cpu")
+            np.testing.assert_allclose(got.numpy(), want.numpy(), 1e-6)

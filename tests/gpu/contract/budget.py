@@ -21,7 +21,7 @@ TABLES = {
             fmod; full_like; gelu; gelu_backward; greater; greater_equal; heaviside; huber; hypot;
             isfinite; isinf; isnan; ldexp; less; less_equal; log; log10; log1p; log2; logaddexp;
             logaddexp2; logical_and; logical_not; logical_or; logical_xor; max; maximum; min; minimum;
-            multiply; negative; nextafter; not_equal; pointwise; positions; positive; pow;
+            multiply; negative; not_equal; pointwise; positions; positive; pow;
             random_bernoulli; random_bits; random_exponential; random_fold_in; random_gumbel;
             random_normal; random_split; random_uniform; reciprocal; relu; remainder; rint; rms_norm;
             rotary_embedding; sigmoid; signbit; silu; sin; sinh; sqrt; square; subtract; swiglu;
@@ -47,7 +47,7 @@ TABLES = {
         (8, 0, 0): "last_writes",
         (8, 0, 1): "eigvals",
         (8, 0, 2): "solve",
-        (9, 0, 0): "experts_backward; scatter",
+        (9, 0, 0): "experts_backward; nextafter; scatter",
         (9, 0, 2): "inv",
         (10, 0, 0): "index_add; index_set; matmul",
         (10, 0, 2): "qr",
@@ -74,7 +74,7 @@ TABLES = {
         """,
         (2, 0, 0): "conv_image; conv_kernel; sum",
         (3, 0, 0): "astype; batch_norm; broadcast_to; dropout; huber; imag; mean; reshape",
-        (4, 0, 0): "copysign; dropout_add; ldexp; nextafter; sign; softmax",
+        (4, 0, 0): "copysign; dropout_add; ldexp; sign; softmax",
         (5, 0, 0): """
             add_rms_norm; atan2; concat; conv; cumulative_sum; divide; fmax; fmin; gelu_backward; hypot;
             logaddexp; logaddexp2; maximum; minimum; multiply; swiglu; swiglu_backward
@@ -85,7 +85,7 @@ TABLES = {
         (7, 1, 0): "rfft",
         (8, 0, 0): "fft",
         (8, 0, 1): "eigvalsh; svdvals",
-        (9, 0, 0): "experts; max; min; scatter",
+        (9, 0, 0): "experts; max; min; nextafter; scatter",
         (9, 2, 0): "irfft",
         (10, 2, 0): "index_add",
         (11, 0, 0): "last_writes",
