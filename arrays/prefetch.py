@@ -172,11 +172,23 @@ class _CudaCopier:
 _copier = functools.cache(_CudaCopier)
 
 
+def _is_on_a_gpu(x: Array) -> bool:
+    return not isinstance(x._buf, np.ndarray | Deferred)
+
+
 class _HostCopier:
-    """Leaves arrays where they are: on a CPU there is nothing to copy."""
+    """Leaves arrays where they are, but for those of a GPU that are ``wanted`` on the CPU."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
 
     def copy(self, item: Any) -> Any:
-        return trees.tree_map(lambda x: asarray(x) if isinstance(x, np.ndarray) else x, item)
+        return trees.tree_map(self._placed, item)
+
+    def _placed(self, x: Any) -> Any:
+        if self.wanted and (_is_on_a_gpu(x) if isinstance(x, Array) else hasattr(x, "__cuda_array_interface__")):
+            return asarray(x, device=CPU)
+        return asarray(x) if isinstance(x, np.ndarray) else x
 
     def hand_over(self, ready: Any) -> Any:
         return ready
@@ -306,9 +318,9 @@ def prefetch(
         Batches: trees (dicts, lists, tuples, dataclasses) whose arrays, NumPy's too, become Arrays on ``device``. It is
         iterated by another thread.
     device
-        Where the arrays go; the default device if None. For a CUDA device they are copied on a stream of their own,
-        while the device works; the stream that is current where the next item is taken waits for them. Work on other
-        streams that still reads an item must be awaited before the item is let go of.
+        Where the arrays go; the default device if None, which leaves arrays on a GPU there. For a CUDA device they are
+        copied on a stream of their own, while the device works; the stream that is current where the next item is taken
+        waits for them. Work on other streams that still reads an item must be awaited before the item is let go of.
     depth
         How many items are ready at most, besides the one that is being made.
     staging_bytes
@@ -336,7 +348,9 @@ def prefetch(
     if staging_bytes < 2:
         raise ArgumentError(f"[prefetch] staging_bytes must be at least 2, got {staging_bytes}")
     where = default_device() if device is None else _device(device)
-    copier = _HostCopier() if where is CPU else _copier(where, staging_bytes)
+    if where is not CPU:
+        backend_for(where).check(where)
+    copier = _HostCopier(device is not None) if where is CPU else _copier(where, staging_bytes)
     return Prefetcher(items, copier, depth)
 
 

@@ -323,14 +323,14 @@ class _Ready:
 
     def __call__(self, inputs: Sequence[Array], numbers: Sequence[Any] = ()) -> Any:
         """The result for these inputs, and for the buffers of numbers."""
+        if self.lookups:
+            check(self.lookups, inputs)
         recorders = state.recorders
         if recorders and (self.is_watched(inputs) or any(map(is_checker, recorders))):
             found = self._replay([*inputs, *map(wrap, numbers)])
         else:
             if not self.local:
                 densify(inputs)
-            if self.lookups:
-                check(self.lookups, inputs)
             bufs = (
                 given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name, self.gives)
                 if self.donated

@@ -90,6 +90,18 @@ def test_arrays_of_cupy_come_in() -> None:
     assert held.tolist() == [7, 1, 2, 3]
 
 
+def test_batches_go_to_the_cpu_that_is_asked_for() -> None:
+    items = [{"ours": mt.asarray([1.0, 2.0]), "theirs": cp.arange(2.0), "host": np.ones(2), "number": 3}]
+    (moved,) = mt.prefetch(items, device="cpu")
+    assert [str(moved[n].device) for n in ("ours", "theirs", "host")] == ["cpu"] * 3
+    with mt.use_device("cpu"):
+        (left,) = mt.prefetch(items)
+    assert [str(left["ours"].device), str(left["host"].device)] == ["cuda:0", "cpu"]
+    for call in (lambda: mt.prefetch(items, device="cuda:7"), lambda: mt.zeros(2, device="cuda:7")):
+        with pytest.raises(mt.errors.DeviceError, match="there is no cuda:7"):
+            call()
+
+
 def test_pytorch_and_we_share_memory() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
