@@ -129,9 +129,11 @@ def detect_anomaly() -> Iterator[None]:
     Examples
     --------
     >>> with mt.detect_anomaly():
-    ...     mt.grad(lambda x: mt.sqrt(x).sum())(mt.zeros(2))  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    AnomalyError: [sqrt] the derivative of sqrt gave the first infinity (for operand 0, 2 of 2 elements, ...)
+    ...     try:
+    ...         mt.grad(lambda x: mt.sqrt(x).sum())(mt.zeros(2))
+    ...     except mt.errors.AnomalyError as e:
+    ...         print(e)  # doctest: +ELLIPSIS
+    [sqrt] the derivative of sqrt gave the first infinity (for operand 0, 2 of 2 elements, ...
     """
     before = mode.on
     mode.on = True
