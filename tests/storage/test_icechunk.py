@@ -904,3 +904,26 @@ def test_a_process_that_sees_another_disk_writes_nothing(kit, url, tmp_path):
     assert not [p for p in (tmp_path / "repo").iterdir() if p.name.startswith(".")]
     with pytest.raises(errors.CheckpointError, match=r"rank 1 does not see .*a file system that all workers share"):
         icechunk_commit.write_blocks({1: (store.location(url), str(tmp_path / "gone"), None, [])}, {})
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:7], lambda b: b"", lambda b: b.replace(b'"', b"'", 1)])
+def test_a_damaged_branch_of_a_repository_that_is_known_is_typed(ice, tmp_path, damage):
+    place, where = str(tmp_path / "repo"), f"icechunk://{tmp_path / 'repo'}"
+    save(where, {"w": np.ones(3)})
+    load(where)
+    if not (ref := tmp_path / "repo" / "refs" / "branch.main" / "ref.json").exists():
+        pytest.skip("this icechunk keeps its branches elsewhere")
+    ref.write_bytes(damage(ref.read_bytes()))
+    for act in (open_checkpoint, load, verify, lambda u: save(u, {"w": np.ones(3)}), lambda u: mt.storage.usage(place)):
+        with pytest.raises(errors.StoreError):
+            act(where)
+
+
+def test_verify_looks_at_the_disk_and_not_at_what_is_remembered(ice, url, tmp_path):
+    save(url, {"w": np.random.default_rng(0).normal(size=(40, 30))})
+    load(url)
+    assert verify(url).uncovered == []
+    for file in (tmp_path / "repo" / "manifests").iterdir():
+        file.unlink()
+    with pytest.raises(errors.MeshtapeError):
+        verify(url)

@@ -388,3 +388,12 @@ def test_steps_within_steps_have_a_bound(tmp_path):
             storage.virtual.with_rules(tmp_path / "c", f"w -> w, {turns}"),
             f"w -> w, {turns}, {turns}, {turns}, {turns}",
         )
+
+
+def test_values_within_values_have_a_bound(tmp_path):
+    deep = 1
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(errors.CheckpointError, match="more than 200, cannot be saved"):
+        save(tmp_path / "c", {"w": np.ones(2)}, metadata={"a": deep})
+    assert not (tmp_path / "c").exists()
