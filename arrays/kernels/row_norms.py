@@ -101,19 +101,22 @@ def column_sums(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) 
     return sum_parts(partial, dtype).reshape((1,) * (n if keepdims else 0) + x.shape[n:])
 
 
-def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype, any_number: bool = False) -> Any:
-    """A result for the last dimensions of an array of many rows without gaps, and the numbers of a launch: threads of a
-    row, grid and block, rows and their width. None of other arrays, and of few elements or rows, but for ``any_number``
-    of rows that are not long."""
-    n = x.ndim - len(axis)
-    rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
-    few = rows < 128 and width > _LONGEST_OF_FEW if any_number else x.size < _LEAST or rows < 128
-    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or few:
-        return None
-    out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), dtype)
+def _row_geometry(rows: int, width: int) -> tuple[Any, ...]:
+    """Threads of a row, grid and block, and the numbers of a launch."""
     threads = 32 if width < 2048 else 256
     grid, block = (min(ceil_div(rows, 256 // threads), MAX_GRID), 1, 1), (threads, 256 // threads, 1)
-    return out, threads, (grid, block), (i64(rows), i64(width))
+    return threads, (grid, block), (i64(rows), i64(width))
+
+
+def _of_rows(x: Any, axis: tuple[int, ...], keepdims: bool, dtype: np.dtype) -> Any:
+    """A result for the last dimensions of an array of many rows without gaps, and its :func:`_row_geometry`. None of
+    other arrays."""
+    n = x.ndim - len(axis)
+    rows, width = math.prod(x.shape[:n]), math.prod(x.shape[n:])
+    if sorted(axis) != [*range(n, x.ndim)] or not x.flags.c_contiguous or x.size < _LEAST or rows < 128:
+        return None
+    out = runner().xp.empty(x.shape[:n] + (1,) * (len(axis) if keepdims else 0), dtype)
+    return out, *_row_geometry(rows, width)
 
 
 def row_extremes(which: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
@@ -131,15 +134,12 @@ def row_extremes(which: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> A
 def row_places(largest: bool, x: Any, axis: int, keepdims: bool) -> Any:
     """The place of the first largest (or smallest) along a dimension, or of the first NaN (CuPy gives any of several).
     Few long rows are NotImplemented, and so is nothing."""
-    xp, n = runner().xp, x.ndim
-    if not x.size:
+    xp, width = runner().xp, x.shape[axis]
+    if not x.size or (width > _LONGEST_OF_FEW and x.size < 128 * width):
         return NotImplemented
-    axis %= n
     x = contiguous(xp.moveaxis(x, axis, -1))
-    found = _of_rows(x, (n - 1,), False, np.dtype(np.int64), any_number=True)
-    if found is None:
-        return NotImplemented
-    out, threads, geometry, sizes = found
+    out = xp.empty(x.shape[:-1], np.int64)
+    threads, geometry, sizes = _row_geometry(out.size, width)
     runner().launch(REDUCTIONS, named("row_places", largest, x.dtype, threads), *geometry, (x, out, *sizes))
     return xp.expand_dims(out, axis) if keepdims else out
 

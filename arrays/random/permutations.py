@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.array import Array
+from ..core.dispatch import Deferred
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_rules import as_shape
@@ -114,7 +115,8 @@ def choice(
         weights = asarray(p)
         if weights.shape != (n,):
             raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
-        if not isinstance(p, Array) and not hasattr(p, "__cuda_array_interface__"):
+        on_a_gpu = not isinstance(weights._buf, np.ndarray | Deferred)  # where the op itself does not look
+        if on_a_gpu and not isinstance(p, Array) and not hasattr(p, "__cuda_array_interface__"):
             _check_weights(np.asarray(p, np.float64), count, bool(replace))
         where = drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))
     elif replace:

@@ -301,6 +301,7 @@ class _Ready:
         trace: _Trace,
         donated: Sequence[int] = (),
         name: str = "",
+        on_gpus: bool = False,
     ) -> None:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
         self.arrays_alone = all(s is ARRAY for s in statics)
@@ -313,7 +314,7 @@ class _Ready:
         self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
         self.changed = trace.changed
-        self.lookups = lookups(program)
+        self.lookups = lookups(program) if on_gpus else []
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
         """Whether a recorder of this thread watches an input or a captured array of the program."""
@@ -534,4 +535,5 @@ def _trace(
         xp = (backend_for(inputs[0].device) if inputs else backend_of(None)).xp
         thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is SparseCotangent]
         run = local_executable(program, xp, sparse=thin, donated=[program.inputs[k] for k in given])
-    return _Ready(program, run, out_def, statics, trace, given, title)
+    on_gpus = not all(isinstance(a._buf, np.ndarray | Deferred) for a in inputs)
+    return _Ready(program, run, out_def, statics, trace, given, title, on_gpus)

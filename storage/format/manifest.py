@@ -132,15 +132,13 @@ class Manifest:
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
 
-DEEPEST = 200
-"""Of values within values: each takes Python some calls."""
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode_json(value: Any, where: str, depth: int = 0) -> Any:
     """``value`` as JSON proper: NumPy scalars become numbers, NaN and infinities ``{"$float": "NaN"}``."""
-    if depth > DEEPEST:
-        raise CheckpointError(f"{where[:60]}…: values within values, more than {DEEPEST}, cannot be saved")
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where[:60]}…: values within values, more than {MAX_DEPTH}, cannot be saved")
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         value = value.item()
     elif isinstance(value, np.generic) and value.dtype.name in dtypes.EXTENSIONS:
@@ -167,8 +165,8 @@ def encode_json(value: Any, where: str, depth: int = 0) -> Any:
 
 def decode_json(value: Any, depth: int = 0) -> Any:
     """Inverse of `encode_json` (tuples come back as lists)."""
-    if depth > DEEPEST:
-        raise ValueError(f"values within values: more than {DEEPEST}")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"values within values: more than {MAX_DEPTH}")
     if isinstance(value, list):
         return [decode_json(v, depth + 1) for v in value]
     if isinstance(value, dict):

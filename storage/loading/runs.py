@@ -52,9 +52,9 @@ def is_whole(directory: str) -> bool:
 def is_run(directory: str) -> bool:
     """Whether a directory has the checkpoints of a `CheckpointManager`, or numbered ones of another writer."""
     try:
-        if is_whole(directory):
-            return bool(numbered.complete(directory))
-        return bool(numbered.listed(folders_of(directory)) or one_run(directory, of_others(directory, _LOOKS)))
+        if numbered.listed(folders_of(directory)):
+            return not is_whole(directory) or bool(numbered.complete(directory))
+        return bool(one_run(directory, of_others(directory, _LOOKS)))
     except (OSError, CheckpointError):
         return False
 
@@ -99,11 +99,14 @@ def of_others(directory: str, most: int = 0) -> Others:
     if not (stores.is_url(directory) or os.path.isdir(directory)):
         return {}
     there, folders = stores.at(directory), folders_of(directory)
-    if is_whole(directory) or any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
+    series = sorted(filter(numbered.series, folders), key=numbered.series)
+    if any(there.size(f"{n}/{manifest.FILE}") is not None for n in numbered.listed(folders)):
+        return {}
+    if not series or is_whole(directory):
         return {}
     found: Others = {}
     words, opened = dict[str, list[str]](), set[str]()
-    for name in sorted(filter(numbered.series, folders), key=numbered.series):
+    for name in series:
         words.setdefault(numbered.series(name)[0], []).append(name)
     for word, name in ((w, n) for w, names in words.items() for n in names[-most:]):
         if most and len(opened) > 1:

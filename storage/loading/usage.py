@@ -138,7 +138,7 @@ def usage(directory: str | os.PathLike[str]) -> Usage | RepositoryUsage:
             faults[store.join(where, n)] = str(c)
     if not steps:
         complete, faults = numbered.survey(where)
-        faults = {} if runs.is_whole(where) else faults
+        faults = {} if faults and runs.is_whole(where) else faults
         found = [c.path for c in complete] or [where]
     for path in found:
         root = atomic_directory.resolve(path)

@@ -66,8 +66,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
 
     token = uuid.uuid4().hex  # there is always something to commit, and a commit whose answer was lost is found by it
 
-    def begun() -> tuple[Any, Any, dict[str, dict[str, Any]], Any, Any]:
-        """(repository, session, the attributes of others, session to write with, group) of a save."""
+    def begun() -> tuple[Any, ...]:
+        """(repository, session, attributes and rows of `_of_before`, session to write with, group) of a save."""
         repo = icechunk_store.repository(place, create=True)
         if "main" not in repo.list_branches():  # which none can delete: the repository itself was, since it was opened
             icechunk_store.forget()
@@ -78,18 +78,18 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
             with contextlib.suppress(ice.IcechunkError):  # another writer was first; what else it is comes again below
                 repo.create_branch(branch, repo.lookup_branch("main"))
         session = repo.writable_session(branch)
-        kept = _of_others(zarr, session.store, target)
+        before = _of_before(zarr, session.store, target)
         # icechunk 1 forks no session that was written to, and icechunk 2 merges no fork that makes old arrays anew.
         first = session.fork() if ice.__version__.startswith("1.") else session
-        return repo, session, kept, first, zarr.open_group(first.store, mode="a")
+        return repo, session, *before, first, zarr.open_group(first.store, mode="a")
 
     def put(sums: np.ndarray, found: _Sums) -> None:
         for coord, value in found:
             sums[coord] = value
 
     try:
-        repo, session, kept, first, group = call(begun, "the beginning of a save")
-        stored = call(lambda: _stored(group, items), "a look at the arrays before")
+        repo, session, kept, rows, first, group = call(begun, "the beginning of a save")
+        stored = call(lambda: _stored(group, rows, items), "a look at the arrays before")
         # What is saved is a whole tree, so nothing else of the step before stays.
         for name in set(dict(group.members())) - set(stored):
             call(lambda name=name: group.__delitem__(name), f"a deletion of {name}")
@@ -150,24 +150,25 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
 
 
-def _of_others(zarr: Any, store: Any, target: str) -> dict[str, dict[str, Any]]:
-    """The attributes that others gave to the group (by an empty name) and to arrays of ours. Raises `CheckpointExists`
-    where the branch holds what a save of ours would replace and did not write."""
+def _of_before(zarr: Any, store: Any, target: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[Any]]]:
+    """(the attributes that others gave to the group, by an empty name, and to arrays of ours; what the save before says
+    of each array, by its node). Raises `CheckpointExists` where the branch holds what a save of ours would replace and
+    did not write."""
     try:
         group = zarr.open_group(store, mode="r")
     except FileNotFoundError:
-        return {}
+        return {}, {}
     except Exception:  # an array is the root
         raise CheckpointExists(f"{target} holds an array that another program wrote; choose another branch") from None
     ours = group.attrs.get(GROUP_ATTRIBUTE)
     with malformed(f"{target}: the attribute of its group is damaged, so that no save can tell whose arrays are there"):
-        nodes = set() if ours is None else {row[1] for row in json.loads(ours["checkpoint"])["arrays"]}
+        rows = {} if ours is None else {row[1]: row[2:] for row in json.loads(ours["checkpoint"])["arrays"]}
     held = dict(group.members(max_depth=None))
-    others = [n for n in held if n not in nodes and (ours is None or not any(m.startswith(f"{n}/") for m in held))]
+    others = [n for n in held if n not in rows and (ours is None or not any(m.startswith(f"{n}/") for m in held))]
     if others:
         what = f"holds what another program wrote: {some(sorted(others), 3)}"
         raise CheckpointExists(f"{target} {what}; choose another branch, or move that elsewhere")
-    return {n: dict(node.attrs) for n, node in {**held, "": group}.items()}
+    return {n: dict(node.attrs) for n, node in {**held, "": group}.items()}, rows
 
 
 def _chunk(item: SaveItem) -> tuple[int, ...]:
@@ -197,10 +198,8 @@ def _described(
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
 
 
-def _stored(group: Any, items: Sequence[SaveItem]) -> dict[str, tuple[Any, np.ndarray]]:
+def _stored(group: Any, rows: Mapping[str, list[Any]], items: Sequence[SaveItem]) -> dict[str, tuple[Any, np.ndarray]]:
     """The arrays of the save before that are stored as those of this one, and the checksums of their chunks."""
-    said = group.attrs.get(GROUP_ATTRIBUTE)
-    rows = {} if said is None else {row[1]: row[2:] for row in json.loads(said["checkpoint"])["arrays"]}
     found = {}
     for item in items:
         form = [list(item.shape), item.dtype.name, list(_chunk(item))]
@@ -281,16 +280,10 @@ def _spread(
 ) -> list[_Written]:
     """Have the processes of a mesh write the blocks of its arrays."""
     settled = mesh.settle([item.array for item in items])
-    wanted = []
-    for n, (item, array) in enumerate(zip(items, settled, strict=True)):
-        holders: dict[Box, list[int]] = {}
-        for rank in range(mesh.size):
-            holders.setdefault(array.sharding.box(item.shape, rank), []).append(rank)
-        wanted += [(n, box, box.size * item.dtype.itemsize, ranks) for box, ranks in holders.items() if box.size]
     with _sign(icechunk_store.divide(target)[0]) as sign:
         payloads = {
             rank: (target, sign, fork, [(n, items[n].directory, _chunk(items[n]), olds[n], box) for n, box in dealt])
-            for rank, dealt in packs.assign(wanted).items()
+            for rank, dealt in packs.assign(packs.held_blocks(mesh, items, settled)).items()
         }
         return mesh.run_on_blocks(write_blocks, settled, payloads) if payloads else []
 

@@ -97,6 +97,17 @@ def dealt(tasks: list[Task], sizes: Sequence[int], stem: str, suffix: str, limit
     return tasks
 
 
+def held_blocks(mesh: Any, items: Sequence[SaveItem], arrays: Sequence[Any]) -> list[tuple[int, Box, int, list[int]]]:
+    """(number of an array, a block that is not empty, its bytes, the ranks that hold it) of arrays on a mesh."""
+    found = []
+    for number, (item, array) in enumerate(zip(items, arrays, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for rank in range(mesh.size):
+            holders.setdefault(array.sharding.box(item.shape, rank), []).append(rank)
+        found += [(number, box, box.size * item.dtype.itemsize, ranks) for box, ranks in holders.items() if box.size]
+    return found
+
+
 def assign(
     wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
 ) -> dict[int, list[tuple[int, Box]]]:

@@ -149,17 +149,9 @@ def _write_split(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """All arrays of one mesh, in one visit to each process."""
     mesh = items[0].sharding.mesh
     arrays = mesh.settle([item.array for item in items])
-    wanted = []
-    for number, (item, settled) in enumerate(zip(items, arrays, strict=True)):
-        holders: dict[Box, list[int]] = {}
-        for rank in range(mesh.size):
-            holders.setdefault(settled.sharding.box(item.shape, rank), []).append(rank)
-        for box, ranks in holders.items():
-            if box.size:
-                wanted.append((number, box, box.size * item.dtype.itemsize, ranks))
     sizes, small = [i.dtype.itemsize for i in items], {number for number, item in enumerate(items) if item.packed}
     payloads = {}
-    for rank, blocks in packs.assign(wanted, small).items():
+    for rank, blocks in packs.assign(packs.held_blocks(mesh, items, arrays), small).items():
         tasks = [task for number, box in blocks for task in tasks_of(number, items[number], box)]
         payloads[rank] = root, packs.dealt(tasks, sizes, f"{items[0].mesh}-{rank:05d}", suffix)
     if not payloads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -198,7 +199,7 @@ def _steps(run: Any, steps: Any, what: str) -> list[Source]:
     found = runs.steps_of(directory, warn=steps is None)
     line = {s.step: s.path for s in branches.current(directory, found).line(found)}
     wanted = sorted(line if steps is None else map(ex.index, steps))
-    if twice := sorted({s for s in wanted if wanted.count(s) > 1}):
+    if twice := [s for s, n in Counter(wanted).items() if n > 1]:
         raise CheckpointError(f"steps of {what} has {some(twice, 3)} twice; a list of checkpoints may")
     if not line:
         there = store.at(directory)

@@ -223,6 +223,7 @@ def test_indices_among_the_arguments_are_checked() -> None:
         run = mt.compile(step, cuda_graph=graph, donate=0)
         with mt.host_waits() as waits:
             table, _ = run(table, mt.asarray(np.array([[0, 1, 2]], np.int32)))
+            table, _ = run(table, mt.asarray(np.array([[0, 1, 2], [3, 0, 1]], np.int32)))  # a view that is a copy
         assert waits == []
         before = table.tolist()
         with pytest.raises(mt.errors.ArrayIndexError, match="index 4 is out of bounds for axis 0 with size 4"):
