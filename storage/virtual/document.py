@@ -394,7 +394,7 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
             f"only a virtual checkpoint has a document, not {ckpt!r:.80}; make one with mt.storage.virtual"
         )
     parents = ckpt.computed.parents.values()
-    if where in set().union(*(p.places for p in parents)):
+    if any(store.lies_in(x, where) and store.lies_in(where, x) for p in parents for x in p.places):
         raise CheckpointError(f"{where} is a parent of what is to be written there; write to another name")
     if found := next(_known_by_files(ckpt, where), None):
         raise CheckpointError(

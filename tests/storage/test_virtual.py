@@ -1269,3 +1269,14 @@ def test_a_document_takes_no_name_of_a_file_of_checkpoints(tmp_path, name):
     with pytest.raises(errors.CheckpointError, match="is a file of checkpoints themselves"):
         virtual.write(tmp_path / "hf" / name, virtual.cast(tmp_path / "a", "float16"))
     assert not any((tmp_path / "hf").iterdir())
+
+
+def test_no_document_replaces_its_own_parent_through_a_link(tmp_path):
+    held = save(tmp_path / "a", {"w": np.ones(3)}).path
+    (tmp_path / "docs").mkdir()
+    os.symlink("docs", tmp_path / "link")
+    parent = virtual.write(tmp_path / "docs" / "p.json", virtual.mean([held]))
+    for name in ("docs/p.json", "link/p.json"):
+        with pytest.raises(errors.CheckpointError, match="is a parent of what is to be written there"):
+            virtual.write(tmp_path / name, virtual.cast(parent, "float32"), overwrite=True)
+    assert load(parent)["w"].dtype == np.float64
