@@ -108,6 +108,15 @@ class CuPyBackend:
         device = None if buf is None else buf.device
         return _Block(self, None if device is None or device.id == self._current() else device)
 
+    def held(self, obj: Any) -> Any:
+        """The memory of another library's array as CuPy's, on its own device: CuPy would copy it to the current one."""
+        if isinstance(obj, self.xp.ndarray):
+            return obj
+        address = obj.__cuda_array_interface__["data"][0]
+        there = self.xp.cuda.runtime.pointerGetAttributes(address).device if address else self._current()
+        with self.xp.cuda.Device(there):
+            return self.xp.asarray(obj)
+
     def device_of(self, buf: Any) -> Device:
         return _cuda_device(buf.device.id)
 
@@ -225,6 +234,9 @@ def on_device_of(buf: Any) -> AbstractContextManager[None]:
 
 def use_device(name: str | Device) -> AbstractContextManager[Device]:
     """Creation functions called inside put their arrays on this device.
+
+    Functions of Arrays have no need of it: what else is among their arguments (numbers, lists, arrays of NumPy) goes
+    where the first Array is. Arrays themselves move with ``x.to_device(...)`` alone.
 
     Raises :class:`BackendError` or :class:`DeviceError` at once where there is none on this machine.
 

@@ -384,25 +384,22 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
             break
     where = next((a._buf for a in args if type(a) is Array), None)
     where = where.memory if isinstance(where, Deferred) else where
-    if where is not None and type(where) is not ndarray:
-        backend = _backend_of(where)
-        device = backend.device_of(where)
-        args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)
-        if any(isinstance(a, list | tuple) for a in args):
-            args = tuple(_asarray(a, device=device) if isinstance(a, list | tuple) else a for a in args)
-    return tuple(coerce(op, a) for a in args)
+    if where is None:
+        return tuple(coerce(op, a) for a in args)
+    device = _backend_of(where).device_of(where)
+    return tuple(coerce(op, a, device) for a in args)
 
 
-def coerce(op: Op, a: Any) -> Any:
-    """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything
-    else."""
+def coerce(op: Op, a: Any, device: Any = None) -> Any:
+    """An operand as an ``Array`` (on this device, or the default one) or a Python scalar; a list is an array, and one
+    of CuPy stays where it is. Raises :class:`DTypeError` for anything else."""
     t = type(a)
     if t is Array or t in SCALARS:
         return a
-    if isinstance(a, np.ndarray | np.generic):
-        return _asarray(a, device="cpu")
-    if isinstance(a, list | tuple):
-        return as_array(a)
+    if isinstance(a, np.ndarray | np.generic | list | tuple):
+        return _asarray(a, device=device)
+    if hasattr(a, "__cuda_array_interface__"):
+        return _asarray(a)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)

@@ -297,11 +297,15 @@ def not_recording(*only: Any) -> Iterator[None]:
         state.recorders = before
 
 
-def _beside(args: Sequence[Any], default: Any) -> Any:
-    """The device of the first array among arguments, which may be in lists; None for the CPU."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def device_beside(args: Sequence[Any], default: Any) -> Any:
+    """The device of the first array among arguments, or among the first elements of their lists; None for the CPU."""
     for a in args:
-        if isinstance(a, list | tuple):
-            found = _beside(a, state)
+        if isinstance(a, list | tuple):  # which may have millions of numbers
+            found = device_beside(a[:64], state)
             if found is not state:
                 return found
         elif (buf := getattr(a, "_buf", None)) is not None:
@@ -312,14 +316,33 @@ def _beside(args: Sequence[Any], default: Any) -> Any:
     return default
 
 
+def call_beside(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``fn(*args, **kwargs)``; lists, numbers and constants become arrays on the device of the first array among the
+    arguments."""
+    if "cupy" not in sys.modules:  # all is on the CPU
+        return fn(*args, **kwargs)
+    before = state.device
+    state.device = device_beside((*args, *kwargs.values()) if kwargs else args, before)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        state.device = before
+
+
+def beside_arguments(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a function that is called by :func:`call_beside`."""
+
+    @functools.wraps(fn)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call_beside(fn, args, kwargs)
+
+    return inner
+
+
 def defined(namespace: Mapping[str, Any]) -> list[str]:
     """The names of the public functions that a module defines, of its ``globals()``."""
     here = namespace["__name__"]
     return [n for n, f in namespace.items() if n[0].islower() and getattr(f, "__module__", None) == here]
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -334,14 +357,11 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
             if state.origin is not None:
                 return fn(*args, **kwargs)
-            before = where = state.device
-            if "cupy" in sys.modules:  # else all is on the CPU, and lists may be long
-                where = _beside((*args, *kwargs.values()), before)
-            state.origin, state.device = name, where
+            state.origin = name
             try:
-                return fn(*args, **kwargs)
+                return call_beside(fn, args, kwargs)
             finally:
-                state.origin, state.device = None, before
+                state.origin = None
 
         return inner
 

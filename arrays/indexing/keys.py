@@ -19,7 +19,7 @@ from ..core.dispatch import Deferred, wrap
 from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
 from ..kernels import scans
-from ..ops.creation import asarray
+from ..ops.creation import asarray, beside, placed
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -39,7 +39,9 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             items.append(item)
             continue
         if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
-            item, given = _index_array(item, used), item
+            of_cupy = not isinstance(item, Array) and hasattr(item, "__cuda_array_interface__")
+            given = asarray(item) if of_cupy else item
+            item = _index_array(given, used)
             if item is not given:
                 ours.append(item)
             used += item.ndim if item.dtype == np.bool_ else 1
@@ -93,7 +95,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
                     else:
                         a = _wrapped(a, axis, n)
                 parsed.append(Slot(len(arrays)))
-                arrays.append(asarray(a._buf, device=where, copy=False) if own and where.kind != "cpu" else a)
+                arrays.append(placed(a._buf, where) if own and where.kind != "cpu" else a)
                 axis += 1
     check_ranges(unchecked)
     return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
@@ -208,7 +210,7 @@ def mask_alone(x: Array, key: Any) -> Array | None:
         (key,) = key
     if isinstance(key, list | np.ndarray):
         host = np.asarray(key)
-        key = asarray(host) if host.dtype == np.bool_ else key
+        key = asarray(host, device=beside(x)) if host.dtype == np.bool_ else key
     if not isinstance(key, Array) or key.dtype != np.bool_ or not key.ndim or key.shape != x.shape[: key.ndim]:
         return None
     return key

@@ -23,7 +23,7 @@ from ..indexing.indexing import (
     check_value_shape,
 )
 from ..indexing.keys import mask_alone, parse
-from ..ops.creation import asarray, beside, ones, ones_like
+from ..ops.creation import as_arrays, asarray, beside, ones, ones_like
 from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY, where
 from ..ops.manipulation import astype, broadcast_to, concat, reshape
 
@@ -50,10 +50,14 @@ class AtIndex:
     def __repr__(self) -> str:
         return f"<x.at[{self._key!r}] of an array of shape {self._x.shape}>"
 
+    def _value(self, v: Any) -> Any:
+        """A Python number as it is, anything else as an Array: lists where the array is."""
+        return v if isinstance(v, int | float | complex) else as_arrays(self._x, v)[1]
+
     def _write(self, op: Op, v: Any) -> Array:
         if self._key is _NO_KEY:
             raise ArgumentError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
-        value = v if isinstance(v, Array | int | float | complex) else asarray(v)
+        value = self._value(v)
         masked = masked_write(op.name, op, self._x, self._key, value)
         if masked is not None:
             return masked
@@ -104,7 +108,7 @@ class AtIndex:
         target = result_shape(template, self._x.shape, [a.shape for a in arrays])
         if isinstance(v, int | float | complex):  # in the dtype that it has beside ``x``
             v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
-        value = asarray(v)
+        _, value = as_arrays(self._x, v)
         check_value_shape("index_multiply", value.shape, target)
         check_value_dtype("index_multiply", value, self._x.dtype)
         if is_basic(template):
@@ -123,7 +127,8 @@ class AtIndex:
 
     def subtract(self, v: Any) -> Array:
         """A copy with ``v`` subtracted at the index; repeated places lose all of theirs."""
-        where = None if hasattr(v, "device") else beside(self._x)
+        v = self._value(v)
+        where = None if isinstance(v, Array) else beside(self._x)
         return self.add(-asarray(v, dtype=result_type(self._x.dtype, v), device=where))
 
     def divide(self, v: Any) -> Array:
@@ -136,6 +141,7 @@ class AtIndex:
 
     def _factors(self, v: Any) -> Array:
         """Ones, with ``v`` at the index."""
+        v = self._value(v)
         return AtIndex(ones_like(self._x, dtype=result_type(self._x.dtype, v)), self._key).multiply(v)
 
     def _fitted(self, name: str, new: Array) -> Array:
@@ -157,7 +163,7 @@ def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | N
     if mask is None:
         return None
     mask = reshape(mask, (*mask.shape, *(1,) * (x.ndim - mask.ndim)))
-    value = value if isinstance(value, Array | int | float | complex) else asarray(value)
+    value = value if isinstance(value, int | float | complex) else as_arrays(x, value)[1]
     check_value_dtype(name, value, x.dtype)
     if op is INDEX_SET:
         if not isinstance(value, Array):

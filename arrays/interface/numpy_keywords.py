@@ -20,7 +20,9 @@ import numpy as np
 from ..core.array import Array
 from ..core.dispatch import Symbol
 from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
+from ..core.op import call_beside
 from ..ops import element_rows
+from ..ops.creation import key_beside
 from .methods import FUNCTIONS
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_function, array_ufunc
 
@@ -64,19 +66,20 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
         own, counts = _declared(fn)
         if room == "random.":  # whose functions say more of their numbers
             counts = []
+            args = (key_beside(args[0], *args[1:], *kwargs.values()), *args[1:]) if args else args
         try:
             try:
                 for i, count in counts:
                     n = args[i] if i < len(args) else kwargs.get(count)
                     if type(n) is not int and n is not None and not isinstance(n, Symbol):
                         operator.index(n)
-                return fn(*args, **kwargs)
+                return call_beside(fn, args, kwargs)
             except TypeError as e:
                 if isinstance(e, MeshtapeError) or (
                     kwargs.keys() <= own and (_binds(fn, args, kwargs) or not _binds(theirs, args, kwargs))
                 ):
                     raise
-            return _spelled(name, fn, args, kwargs, theirs)
+            return call_beside(_spelled, (name, fn, args, kwargs, theirs), {})
         except FOREIGN_ERRORS as e:
             _refuse(e, room + name, args, kwargs)
 
@@ -119,7 +122,7 @@ def _method(fn: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...,
     @functools.wraps(fn)
     def call(self: Array, *args: Any, **kwargs: Any) -> Any:
         try:
-            return fn(self, *args, **kwargs)
+            return call_beside(fn, (self, *args), kwargs)
         except TypeError as e:
             if isinstance(e, MeshtapeError):
                 raise

@@ -23,7 +23,7 @@ from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, has_history, refuse_history, wrap
 from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
-from ..core.op import OPS
+from ..core.op import OPS, beside_arguments
 from ..indexing.indexing import is_view
 from ..ops.creation import asarray
 from ..ops.manipulation import astype, reshape
@@ -87,6 +87,7 @@ def _special(ufunc: np.ufunc) -> Callable[..., Any] | None:
 # ----- ufuncs ---------------------------------------------------------------------------------------------------------
 
 
+@beside_arguments
 def array_ufunc(self: Array, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
     """``__array_ufunc__`` of ``Array``: a ufunc or one of its methods was called with an Array among the operands."""
     out = kwargs.pop("out", ())
@@ -209,6 +210,7 @@ _METHODS = {
 # ----- functions ------------------------------------------------------------------------------------------------------
 
 
+@beside_arguments
 def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """``__array_function__`` of ``Array``: a public function of NumPy was called with an Array in its arguments."""
     if not all(t is Array or t in _NUMPYS for t in types):

@@ -30,7 +30,7 @@ from ..indexing import indexing
 from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
-from ..ops.creation import asarray
+from ..ops.creation import as_arrays
 from .askers import REMEDY, as_plain_array, writes_buffer
 from .at import AtIndex, masked_write
 from .display import array_html, array_text
@@ -363,7 +363,7 @@ class Values:
         del buf  # which would count as a holder
 
         if not isinstance(value, Array | bool | int | float | complex):
-            value = asarray(value)
+            _, value = as_arrays(self, value)
         if not isinstance(value, Array) or not value.ndim:
             mask = index_keys.mask_alone(self, key)
             if mask is not None and (state.recorders or not isinstance(settled(self), np.ndarray)):

@@ -20,7 +20,7 @@ from ..core.op import Op, composite
 from ..core.shape_rules import same
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
-from ..ops.creation import asarray, wrap_same
+from ..ops.creation import asarray, key_beside, wrap_same
 from ..ops.manipulation import astype, reshape
 from ..ops.param_kinds import BLOCK, FRACTION
 from ..random import bit_transforms as recipes
@@ -103,7 +103,7 @@ def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[s
         raise ArgumentError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
         raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
-    key, shape = by_sample(as_key(name, key), x.shape)
+    key, shape = by_sample(as_key(name, key_beside(key, x)), x.shape)
     return key, {"rate": as_number(name, "rate", rate), "offset": (0,) * len(shape), "global_shape": shape}
 
 

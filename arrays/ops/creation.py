@@ -28,7 +28,7 @@ from ..core.dispatch import (
 )
 from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
-from ..core.op import move, state
+from ..core.op import device_beside, move, state
 from ..core.shape_rules import as_shape
 from .elementwise import ALIAS, FULL_LIKE
 from .elementwise import where as select
@@ -37,7 +37,8 @@ from .nested import filled, is_tracked, linspace_from, stacked
 from .number_ranges import check_numbers, plain
 
 
-def _place(host: np.ndarray, where: Device | str | None) -> Array:
+def placed(host: np.ndarray, where: Device | str | None) -> Array:
+    """Host memory that nobody else will write to, of one of our dtypes, as an Array on a device (the default one)."""
     target = default_device() if where is None else device(where)
     x = wrap(host if target is CPU else backend_for(target).from_host(host, target))
     return made(x) if state.recorders else x
@@ -50,7 +51,7 @@ def _counted(numbers: range, dtype: np.dtype, where: Device | str | None) -> Arr
     if any(abs(v) >= 2**53 for v in (numbers.start, numbers.stop, numbers.step)):
         # NumPy counts how many there are in float64. In 64 bits sums and products wrap around to what they are.
         first, step = (np.uint64(v % 2**64) for v in (numbers.start, numbers.step))
-        return _place((np.arange(len(numbers), dtype=np.uint64) * step + first).view(np.int64).astype(dtype), where)
+        return placed((np.arange(len(numbers), dtype=np.uint64) * step + first).view(np.int64).astype(dtype), where)
     target = default_device() if where is None else device(where)
     if target is CPU:
         x = wrap(np.arange(numbers.start, numbers.stop, numbers.step, dtype))
@@ -121,7 +122,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     DTypeError
         For objects that hold no numbers.
     ValueError
-        Where ``copy=False`` cannot be had: another dtype, or no array.
+        Where ``copy=False`` cannot be had: another dtype or device, or no array.
 
     Examples
     --------
@@ -142,16 +143,24 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
     if isinstance(obj, Array):
         x = obj if device is None or str(obj.device) == str(device) else obj.to_device(device)
+        if copy is False and (x is not obj or (wanted is not None and wanted != x.dtype)):
+            raise _takes_a_copy(obj.dtype, obj.device, wanted, device)
         if wanted is not None and x.dtype != wanted:
             return astype(x, wanted)
         return own_copy(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
         source = None if not state.recorders or _is_new(obj) else obj
-        return made(_place(_of_numpy(obj, wanted, copy), device), source)
+        x = made(placed(_of_numpy(obj, wanted, copy), device), source)
+        if copy is False and type(x._buf) is not np.ndarray:
+            raise _takes_a_copy(obj.dtype, CPU, wanted, x.device)
+        return x
     if hasattr(obj, "__cuda_array_interface__"):
-        held = cupy_backend().xp.asarray(obj)
-        x = wrap(held) if dtype is None and device is None else asarray(wrap(held), dtype=dtype, device=device)
-        return wrap(held.copy()) if x._buf is held and copy is not False else x
+        held = cupy_backend().held(obj)
+        x = asarray(wrap(held), dtype=dtype, device=device, copy=False if copy is False else None)
+        if x._buf is held and copy is not False:
+            with cupy_backend().at(held):
+                x = wrap(held.copy())
+        return x
     if hasattr(obj, "__dlpack__") and not hasattr(obj, "__array_interface__"):
         # Exchanged so, bfloat16 and float8 of other libraries arrive as what they are.
         try:
@@ -180,7 +189,15 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         beyond = isinstance(host.flat[0] if host.size else None, int) and all(isinstance(v, int) for v in host.flat)
         what = "integers beyond 64 bits" if beyond else f"{host.dtype} elements"
         raise NotNumbers(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what}){why}")
-    return _place(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
+    return placed(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
+
+
+def _takes_a_copy(dtype: np.dtype, at: Any, wanted: np.dtype | None, device: Any) -> ArgumentError:
+    there = f" on {device}" if device is not None and str(device) != str(at) else ""
+    return ArgumentError(
+        f"[asarray] {dtype.name}{f' on {at}' if there else ''} to {(wanted or dtype).name}{there} takes a copy, and "
+        "copy=False forbids it"
+    )
 
 
 def masked(name: str) -> DTypeError:
@@ -203,7 +220,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
         host = host if copy is False else copied(host)
         return host if host.dtype is dtype else host.view(dtype)
     if copy is False:
-        raise ArgumentError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
+        raise _takes_a_copy(host.dtype, CPU, dtype, None)
     check_cast("asarray", host.dtype, dtype)
     return cast(host, dtype)
 
@@ -247,6 +264,20 @@ def ordered(name: str, x: Any) -> Array:
 def beside(x: Array) -> Device | None:
     """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
     return None if isinstance(x._buf, Deferred) and x._buf.memory is None else x.device
+
+
+def key_beside(key: Any, *arrays: Any) -> Any:
+    """A random key in host memory, on the GPU of the arrays that it draws for. It is 16 bytes, and its bits are the
+    same anywhere."""
+    if type(key) is Array and type(key._buf) is np.ndarray and (where := device_beside(arrays, None)) is not None:
+        return key.to_device(where)
+    return key
+
+
+def as_arrays(*values: Any) -> list[Array]:
+    """The values as Arrays; lists and numbers on the device of the first Array among them."""
+    where = next((beside(x) for x in values if isinstance(x, Array)), None)
+    return [x if isinstance(x, Array) else asarray(x, device=where) for x in values]
 
 
 def full(
@@ -338,7 +369,7 @@ def arange(
     out = np.arange(start, stop, step, wanted)
     if out.size and wanted is not None and wanted.kind in "iu":
         check_numbers("arange", int(start + (out.size - 1) * step), wanted)
-    return _place(out, device)
+    return placed(out, device)
 
 
 def linspace(
@@ -365,7 +396,7 @@ def linspace(
     if has_history(start) or has_history(stop):
         return asarray(linspace_from(start, stop, num, endpoint, wanted), device=device)
     start, stop = (np.asarray(v) if isinstance(v, Array) else _real(v) for v in (start, stop))
-    return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
+    return placed(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
 
 
 def _real(value: Any) -> Any:
@@ -386,7 +417,7 @@ def eye(
     Array([[0., 1., 0.],
            [0., 0., 1.]], dtype=float64)
     """
-    return _place(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
+    return placed(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
 
 
 def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None, shape: Any) -> Array:

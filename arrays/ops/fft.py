@@ -299,7 +299,7 @@ def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, w
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
     if dtype.kind in "biuc":
         raise DTypeError(f"[{name}] frequencies are real floating, got {dtype.name}")
-    return asarray((numbers / (n * d)).astype(dtype), copy=False, device=where)
+    return asarray((numbers / (n * d)).astype(dtype), device=where)
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:

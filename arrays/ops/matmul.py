@@ -12,11 +12,11 @@ from ..backends import cublaslt
 from ..backends.memory_pool import fresh
 from ..core import shape_rules
 from ..core.array import Array
-from ..core.dispatch import apply, as_array
+from ..core.dispatch import apply
 from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
 from ..core.op import Op, ShapeDtype
-from .creation import asarray
+from .creation import as_arrays, asarray
 from .elementwise import conj
 from .manipulation import broadcast_arrays, moveaxis, permute_dims, reshape, stack
 
@@ -106,7 +106,9 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
-    return apply(MATMUL, (as_array(x1), as_array(x2)))
+    if type(x1) is not Array or type(x2) is not Array:
+        x1, x2 = as_arrays(x1, x2)
+    return apply(MATMUL, (x1, x2))
 
 
 def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:

@@ -10,7 +10,7 @@ from ..backends.backend import cupy_backend, on_device_of
 from ..core.array import Array
 from ..core.dispatch import Deferred, made, wrap
 from ..core.errors import ShapeError
-from .creation import arange, asarray, beside
+from .creation import arange, asarray, beside, placed
 from .elementwise import where
 
 LARGE = 1 << 20
@@ -31,7 +31,7 @@ def lower_triangle(like: Array, k: int = 0) -> Array:
     if not isinstance(like._buf, Deferred | np.ndarray):  # made where it is used
         with on_device_of(like._buf):
             return made(wrap(cupy_backend().xp.tri(rows, cols, k, dtype=bool)))
-    return asarray(np.tri(rows, cols, k, dtype=bool), copy=False, device=beside(like))
+    return placed(np.tri(rows, cols, k, dtype=bool), beside(like))
 
 
 def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:

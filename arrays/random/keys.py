@@ -14,7 +14,7 @@ from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype
 from ..kernels import philox as kernels
-from ..ops.creation import asarray
+from ..ops.creation import placed
 from ..ops.manipulation import permute_dims
 from ..ops.param_kinds import COUNT
 from . import bit_transforms as recipes
@@ -82,7 +82,7 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
     number = whole("key", "a seed is an integer", seed)
     if not 0 <= number < 2**128:
         raise ArgumentError(f"[key] a seed is between 0 and 2**128 - 1, got {number}")
-    return asarray(np.array([number % 2**64, number >> 64], np.uint64), device=device, copy=False)
+    return placed(np.array([number % 2**64, number >> 64], np.uint64), device)
 
 
 def split(key: Any, num: int = 2) -> Array:

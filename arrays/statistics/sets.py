@@ -14,7 +14,7 @@ from ..backends.pieces import buffer, mapped
 from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.op import composite
-from ..ops.creation import asarray, beside, full
+from ..ops.creation import asarray, beside, full, placed
 from ..ops.elementwise import equal, logical_not, minimum
 from ..ops.manipulation import astype, reshape
 from ..reductions.searching import searchsorted, take
@@ -56,10 +56,10 @@ def distinct(
     index_too = index or not plain
     found = np.unique(wide, return_index=index_too, return_inverse=inverse, return_counts=counts, equal_nan=equal_nan)
     values, *rest = found if isinstance(found, tuple) else (found,)
-    places = [asarray(a.astype(np.int64, copy=False), copy=False, device=beside(x)) for a in rest]
+    places = [placed(a.astype(np.int64, copy=False), beside(x)) for a in rest]
     if inverse:
         places[index_too] = reshape(places[index_too], x.shape)
-    first = asarray(values.astype(host.dtype, copy=False), copy=False) if plain else reshape(x, (-1,))[places[0]]
+    first = placed(values.astype(host.dtype, copy=False), None) if plain else reshape(x, (-1,))[places[0]]
     return (first, *(places if index or plain else places[1:]))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.array import Array
+from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import Deferred
+from ...arrays.core.op import device_beside, state
 from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
@@ -19,15 +22,21 @@ from ..captures.tracing import Tracer
 from .donation import Gone
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: Any, device: Any = None) -> Any:
+    """A NumPy array as an Array on this device, one of CuPy as an Array where it is; all else as it is."""
     if issubclass(type(x), np.ndarray) and x.dtype != object:
+        return asarray(x, device=device)
+    if device is not None and not isinstance(x, Array) and hasattr(x, "__cuda_array_interface__"):
         return asarray(x)
     return x
 
 
 def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
     """The leaves, those that are arrays of any kind as Arrays; and these alone."""
-    given = [x if type(x) is Array else as_array(x) for x in leaves]
+    where = None
+    if "cupy" in sys.modules:
+        where = device_beside(leaves, state.device) or CPU
+    given = [x if type(x) is Array else as_array(x, where) for x in leaves]
     return given, [x for x in given if issubclass(type(x), Array)]
 
 

@@ -36,7 +36,8 @@ def block(number: int) -> Any:
     path, shape, dtype = _blocks[number]
     if 0 in shape:
         return meshtape.asarray(np.empty(shape, dtype))
-    return meshtape.asarray(np.memmap(path, dtype, "c", shape=shape), copy=False)  # writes stay in this process
+    held = np.memmap(path, dtype, "c", shape=shape)  # writes stay in this process
+    return meshtape.asarray(held, device="cpu", copy=False)
 
 
 def main(folder: Path) -> int:

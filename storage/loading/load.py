@@ -20,6 +20,7 @@ import numpy as np
 
 from ...arrays.backends.collector import collect_again, no_collections
 from ...arrays.core.blocks import Box
+from ...arrays.core.devices import CPU, default_device
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError, IncompleteCheckpoint
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
 from ...arrays.ops.creation import asarray
@@ -140,11 +141,11 @@ def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return buffer
     try:
-        array = asarray(buffer, copy=False)
+        array = asarray(buffer, device=CPU, copy=False)
     except DTypeError as e:
         raise CheckpointDTypeError(f"key {name!r}: {e}; leave it out with keys=, or cast it by a rule") from None
-    device = getattr(like, "device", None)
-    return array if device is None or str(device) == "cpu" else array.to_device(device)
+    device = getattr(like, "device", None) or default_device()
+    return array if str(device) == "cpu" else array.to_device(device)
 
 
 def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.devices import Device, default_device
 from ...arrays.core.dispatch import apply, made, wrap
 from ...arrays.core.errors import (
     ArrayIndexError,
@@ -35,7 +36,7 @@ from ...arrays.core.errors import (
     ShapeError,
 )
 from ...arrays.core.formatting import count, human_bytes
-from ...arrays.core.op import state
+from ...arrays.core.op import call_beside, not_recording, state
 from ...arrays.core.program import Program, last_uses, trace
 from ...arrays.ops.creation import asarray
 from ..base import names, strict_json
@@ -303,7 +304,7 @@ class LoadedProgram:
         self.program = program
         self._own_derivatives = document.get("own_derivatives") is True
         self._arguments, self._result = document["arguments"], document["result"]
-        self._constants = {v: wrap(c) for v, c in program.constants.items()}
+        self._constants: dict[Device, dict[int, Array]] = {}
         self._free = last_uses(program)
         self._most, self._most_at = most_held(program)
 
@@ -324,7 +325,10 @@ class LoadedProgram:
         """
         if len(args) != len(self._arguments):
             raise ShapeError(f"the program takes {len(self._arguments)} argument(s), got {len(args)}")
-        env = dict(self._constants)
+        return call_beside(self._run, args, {})
+
+    def _run(self, *args: Any) -> Any:
+        env = dict(self._constants_on(default_device()))
         for x in env.values() if state.recorders else ():
             made(x)  # a program is never changed: whoever traces this call may keep what it holds
         for i, (a, want) in enumerate(zip(args, self._arguments, strict=True)):
@@ -356,6 +360,13 @@ class LoadedProgram:
         finally:
             state.origin = outer
         return _build(self._result, env)
+
+    def _constants_on(self, device: Device) -> dict[int, Array]:
+        if device not in self._constants:
+            with not_recording():
+                held = {v: wrap(c) for v, c in self.program.constants.items()}
+                self._constants[device] = {v: c.to_device(device) for v, c in held.items()}
+        return self._constants[device]
 
     def _check_memory(self, env: Mapping[int, Array]) -> None:
         # On a device or a mesh the memory is another, and while a function is traced nobody knows whose it will be.

@@ -175,7 +175,7 @@ class Snapshots:
         self._wait()
         copies = attempt.copies
         # As arrays of ours, so that the save does not copy them again.
-        owned = {path: asarray(copy, copy=False) for path, copy in copies.items()}
+        owned = {path: asarray(copy, device="cpu", copy=False) for path, copy in copies.items()}
         tree = map_with_path(lambda path, leaf: owned.get(path, leaf), attempt.tree)
 
         def written() -> None:

@@ -227,7 +227,7 @@ class RowIntegers(RowScales):
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         rows, nbytes = _at_work(self.source, self.needs(box), wide_of(self.source.dtype))
-        wide = asarray(rows, copy=False)
+        wide = asarray(rows, device="cpu", copy=False)
         with np.errstate(invalid="ignore"):
             q = np.asarray(row_integers(wide, row_scales(wide, self.levels), self.levels))
         held = q if self.levels > 7 else pack(q)

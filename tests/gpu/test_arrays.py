@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.backends import cublaslt
+from meshtape.arrays.backends.backend import cupy_backend
 from meshtape.arrays.core.op import Op, recording
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 7)).astype(np.float32)
 Y = RNG.standard_normal((7, 3)).astype(np.float32)
+KEY = mt.random.key(3, device="cpu")
 
 
 def both(fn: Any, *hosts: np.ndarray, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -95,6 +98,58 @@ def test_arrays_move_and_devices_do_not_mix() -> None:
     assert str(cpu.to_device("cuda:0").device) == "cuda:0"
     with pytest.raises(mt.errors.DeviceError, match=r"cpu.*cuda:0"):
         gpu + cpu
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x + X,
+        lambda x: X.T @ x,
+        lambda x: np.hypot(X, x),
+        lambda x: mt.take(x, [3, 0, 0], axis=1),
+        lambda x: mt.concat([x, X, [[1.0] * 7]]),
+        lambda x: x.at[[0, 0], [1, 1]].divide([2.0, 3.0]),
+        lambda x: mt.sum(x, where=X > 0),
+        lambda x: mt.diff(x, prepend=[[1.0]] * 5),
+        lambda x: mt.compile(lambda a, b, c: a * b + c)(x, X, np.float32(3)),
+        lambda x: mt.random.permutation(KEY, x),
+        lambda x: mt.nn.dropout(x, 0.5, key=KEY),
+        lambda x: mt.asarray([x[0, 0], x[1, 1]]),
+    ],
+)
+def test_all_else_goes_where_the_array_is(fn: Any) -> None:
+    """Also beside a default of the CPU."""
+    x = mt.asarray(X)
+    with mt.use_device("cpu"):
+        gpu, cpu = fn(x), fn(mt.asarray(X))
+    assert (str(gpu.device), str(cpu.device)) == ("cuda:0", "cpu")
+    np.testing.assert_allclose(gpu.numpy(), cpu.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_of_cupy_become_arrays() -> None:
+    x, theirs = mt.asarray(X), cupy_backend().xp.asarray(Y)
+    for y in (x @ theirs, mt.matmul(x, theirs), mt.compile(lambda a, b: a @ b)(x, theirs)):
+        assert isinstance(y, mt.arrays.Array)
+        np.testing.assert_allclose(y.numpy(), X @ Y, rtol=1e-4, atol=1e-5)
+    assert (mt.asarray(Y) == theirs).numpy().all()
+    assert mt.asarray(theirs, copy=False)._buf is theirs
+    for dtype, device in ((np.float64, None), (None, "cpu")):
+        for obj in (theirs, x):
+            with pytest.raises(ValueError, match="copy=False"):
+                mt.asarray(obj, dtype=dtype, device=device, copy=False)
+    with pytest.raises(ValueError, match="copy=False"):
+        mt.asarray(X, copy=False)  # the default device is the GPU
+
+
+def test_a_saved_program_runs_where_its_arguments_are(tmp_path: Path) -> None:
+    with mt.use_device("cpu"):
+        held = mt.asarray(X)
+        mt.storage.save_program(str(tmp_path / "p"), lambda a: mt.tanh(a * held)[[3, 0]], held)
+        program = mt.storage.load_program(str(tmp_path / "p"))
+        for x in (held, held.to_device("cuda:0"), held.to_device("cuda:0")):
+            y, slope = program(x), mt.grad(lambda a: mt.sum(program(a)))(x)
+            assert {str(y.device), str(slope.device)} == {str(x.device)}
+            np.testing.assert_allclose(y.numpy(), np.tanh(X * X)[[3, 0]], rtol=1e-5)
 
 
 def test_index_errors_have_the_same_text() -> None:

@@ -18,6 +18,7 @@ import pickle
 import pkgutil
 import re
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -1152,11 +1153,70 @@ def _of_two_devices() -> dict[str, Any]:
         "gradient": lambda: mt.grad(lambda a: mt.sum(mt.nn.gelu(a)[[0, 0, 1]]))(x),
         "compiled": lambda: mt.compile(lambda a: a[[0, 0, 1]] * 2.0 + 1.0)(x),
         "laplace": lambda: mt.random.laplace(mt.random.key(0).to_device("cuda:1"), (3,)),
-    }
+    } | _beside_what_is_no_array(x)
     with mt.use_device("cpu"):
         found = {name: outcome(lambda c=call: c(), ()) for name, call in calls.items()}
     return {
         n: _said(f) for n, f in found.items() if isinstance(f, Exception) or {str(a.device) for a in f} != {"cuda:1"}
+    }
+
+
+def _beside_what_is_no_array(x: Any) -> dict[str, Callable[[], Any]]:
+    """Calls of an array of 4 x 3 with lists, NumPy's and CuPy's arrays, and keys in host memory."""
+    import cupy
+
+    v, host, key = x[:, 0], np.ones(4, np.float32), mt.random.key(0, device="cpu")
+    with v._buf.device:
+        theirs, places = cupy.ones(4, np.float32), cupy.asarray([0, 1])
+    held = mt.asarray([1.0, 2.0, 3.0, 4.0], dtype=mt.float32, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        mt.storage.save_program(folder + "/p", lambda a: mt.tanh(a * held)[[0, 2]], held)
+        program = mt.storage.load_program(folder + "/p")
+    times = mt.compile(lambda a, b: mt.tanh(a * b) + np.float32(2))
+
+    def written() -> Any:
+        y = +v
+        y[:2], y[2:], y[[True, False, True, False]] = [5.0, 6.0], np.ones(2), 3.0
+        y[places] = theirs[:2]
+        return y
+
+    return {
+        "take": lambda: mt.take(x, [0, 1], axis=1),
+        "a method": lambda: v.dot([1.0, 2.0, 3.0, 4.0]),
+        "outer": lambda: mt.linalg.outer(v, [1.0, 2.0]),
+        "set": lambda: v.at[:2].set([1.0, 2.0]),
+        "subtract": lambda: v.at[[0, 1]].subtract(np.ones(2)),
+        "divide": lambda: v.at[[0, 0]].divide([1.0, 2.0]),
+        "sum": lambda: mt.sum(v, where=[True, False, True, True]),
+        "diff": lambda: mt.diff(v, prepend=[1.0]),
+        "concat": lambda: mt.concat([v, [1.0, 2.0]]),
+        "matmul": lambda: [1.0, 2.0, 3.0, 4.0] @ x,
+        "solve": lambda: mt.linalg.solve(x.T @ x, [1.0, 2.0, 3.0]),
+        "linspace": lambda: mt.linspace(v[0], v[1], 5),
+        "full": lambda: mt.full((3,), v[1]),
+        "losses": lambda: mt.asarray([v[0], v[1]]),
+        "NumPy's": lambda: v + host,
+        "NumPy's first": lambda: host @ x,
+        "a ufunc": lambda: np.add(host, v),
+        "a function of NumPy": lambda: np.where(host > 0, v, 0.0),
+        "an index of CuPy": lambda: v[places],
+        "CuPy's": lambda: v + theirs,
+        "compared with CuPy's": lambda: v == theirs,
+        "written": written,
+        "compiled with a number": lambda: times(v, np.float32(3)),
+        "compiled with NumPy's": lambda: times(v, host),
+        "compiled with NumPy's first": lambda: times(host, v),
+        "compiled with CuPy's": lambda: times(v, theirs),
+        "a saved program": lambda: program(v),
+        "a saved program, compiled": lambda: mt.compile(program)(v),
+        "a saved program's derivative": lambda: mt.grad(lambda a: mt.sum(program(a)))(v),
+        "dropout": lambda: mt.nn.dropout(v, 0.5, key=key),
+        "dropout_add": lambda: mt.nn.dropout_add(v, v, 0.5, key=key),
+        "choice": lambda: mt.random.choice(key, v, (3,)),
+        "weights": lambda: mt.random.choice(key, 4, (3,), p=v),
+        "permutation": lambda: mt.random.permutation(key, v),
+        "categorical": lambda: mt.random.categorical(key, v),
+        "a mean": lambda: mt.random.laplace(key, loc=v),
     }
 
 
