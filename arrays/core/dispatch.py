@@ -398,7 +398,7 @@ def coerce(op: Op, a: Any, device: Any = None) -> Any:
         return a
     if isinstance(a, np.ndarray | np.generic | list | tuple):
         return _asarray(a, device=device)
-    if hasattr(a, "__cuda_array_interface__"):
+    if hasattr(t, "__cuda_array_interface__"):
         return _asarray(a)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):

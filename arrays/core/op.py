@@ -304,12 +304,13 @@ R = TypeVar("R")
 def device_beside(args: Sequence[Any], default: Any) -> Any:
     """The device of the first array among arguments, or among the first elements of their lists; None for the CPU."""
     for a in args:
-        if isinstance(a, list | tuple):  # which may have millions of numbers
+        kind = type(a)  # and no question to the object itself, whose code may raise
+        if issubclass(kind, list | tuple):  # which may have millions of numbers
             found = device_beside(a[:64], state)
             if found is not state:
                 return found
-        elif (buf := getattr(a, "_buf", None)) is not None:
-            if type(buf) is np.ndarray:
+        elif hasattr(kind, "_buf"):
+            if type(a._buf) is np.ndarray:
                 return None
             if getattr(a.device, "kind", None) == "cuda":
                 return a.device

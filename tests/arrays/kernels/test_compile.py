@@ -97,6 +97,9 @@ BUDGETS = """
     attention.cu    | attention_backward_queries<bfloat16, 128>                           | 255  5 204
     attention.cu    | attention_forward<bfloat16, 64>                                     | 232  1 208
     attention.cu    | attention_forward<bfloat16, 128>                                    | 255  1 240
+    attention.cu    | attention_backward_keys<bfloat16, 256, 64>                          | 255  2 59
+    attention.cu    | attention_backward_queries<bfloat16, 256>                           | 255  5 150
+    attention.cu    | attention_forward<bfloat16, 256>                                    | 255  1 168
     attention.cu    | attention_poison<bfloat16>                                          |  32  1  0
     channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0 58
     channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0 37
