@@ -461,8 +461,8 @@ __global__ void __launch_bounds__(4 * N, 1)
         load_rows<D, N, THREADS>(pair + N * D, g + batch * rows * e, at, rows, e);
         const bool there = (int)threadIdx.x < min(N, rows - at);
         const i64 row = batch * rows + at + threadIdx.x;
-        base = there ? bases[row] : 0;
-        log_total = there ? totals[row] : infinity<float>();  // a query that is not there has no weights
+        base = there ? bases[row] : infinity<float>();  // which no query has that is there
+        log_total = there ? totals[row] : 1;
         mean = there ? means[row] : 0;
     };
     const auto keep = [&](int stage) {
@@ -504,6 +504,7 @@ __global__ void __launch_bounds__(4 * N, 1)
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
                         x[c] = power_of_two((p[h][n][2 * r + c] - level.at[c]) * LOG2E - log.at[c]);
+                        if (level.at[c] == infinity<float>()) x[c] = 0;  // a query that is not there has no weights, of NaN neither
                         y[c] = x[c] * (s[h][n][2 * r + c] - middle.at[c]);
                     }
                     const int to = (of_pair + h * 16) * N + place<N>(lane / 4 + r * 8, column);

@@ -152,6 +152,21 @@ def test_numbers_that_are_not_finite(emulator: Any, place: Any, which: int, diag
         assert not (x & ~least & ~most).any(), name
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_hidden_key_that_is_no_number_has_gradients_of_zero(emulator: Any, place: Any, causal: bool) -> None:
+    """Its value, too, where a tile has more queries than there are."""
+    q, k, v = operands(place, ml_dtypes.bfloat16, (10, 16), (20, 16), 16)
+    k[15, 3] = np.nan
+    mask = [] if causal else [place(np.arange(20)[None] != 15, np.dtype(bool))]
+    params = {"scale": 0.3, "diagonal": 0 if causal else None}
+    saved = kernels.attention(q, k, v, *mask, **params)
+    dq, dk, dv = kernels.attention_backward(np.ones_like(saved[0]), q, k, v, *saved, *mask, **params)
+    assert np.isnan(dq.astype(float)).any(axis=1).all()
+    assert np.isfinite([dk.astype(float), dv.astype(float)]).all()
+    assert not dk[15].any()
+    assert not dv[15].any()
+
+
 def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
     b = ml_dtypes.bfloat16
 
