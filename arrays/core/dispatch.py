@@ -28,7 +28,7 @@ from .errors import (
     TracedValueError,
     type_of_ours,
 )
-from .op import NO_PARAMS, OPS, Op, ShapeDtype, not_recording, state
+from .op import NO_PARAMS, OPS, Op, ShapeDtype, device_of_buffer, not_recording, state
 from .program import Const, ProgramHost, Site
 
 compiled: Any
@@ -141,6 +141,7 @@ def register_gpu(backend: Any, array: type) -> None:
     """Called when the first GPU is used, with the backend of all of them and the type of its buffers."""
     global _gpu, _gpu_array
     _gpu, _gpu_array = backend, array
+    device_of_buffer[array] = backend.device_of
 
 
 def register_backends(fn: Callable[[Any], Any]) -> None:
