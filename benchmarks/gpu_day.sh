@@ -35,7 +35,7 @@ collect() {
     "$python" -m pip download -q --only-binary=:all: --no-deps -d "$folder/wheels" nvidia-cudnn-frontend
     find "$build/all" -name '*.whl' ! -name 'numpy-*' ! -name 'scipy-*' ! -name 'meshtape-*' -exec mv {} "$folder/wheels/" \;
     tar -C "$build" --exclude=tests/storage --exclude=tests/docs -czf "$folder/sources.tar.gz" pyproject.toml tests benchmarks
-    cp "$here/gpu_day.sh" "$here/gpu_day_report.py" "$folder/"
+    cp "$here/gpu_day.sh" "$folder/"
     git -C "$root" rev-parse HEAD >"$folder/commit"
     local size
     size=$(du -sb "$folder" | cut -f1)
@@ -51,13 +51,13 @@ part() {
     local log=$out/parts/$name.log xml=$out/parts/$name.xml status=0 command=()
     local pytest=("$python" -m pytest -q -p no:cacheprovider --timeout 300 --junitxml "$xml")
     case $name in
-    config) command=("$python" gpu_day_report.py config) ;;
+    config) command=("$python" benchmarks/gpu_day_report.py config) ;;
     arrays | kernels | programs | transfers | meshes | nccl) tests=("tests/gpu/test_$name.py") ;;
     calls | derivatives | layouts) tests=(tests/gpu/test_every_op.py -k "test_$name") ;;
     benchmark) command=("$python" benchmarks/gpu.py --quick --json "$out/parts/benchmark.rows.json") ;;
     memcheck | racecheck)
         if ! command -v compute-sanitizer >/dev/null; then
-            "$python" gpu_day_report.py skip "$out" "$name" "compute-sanitizer is not on the path" && return
+            "$python" benchmarks/gpu_day_report.py skip "$out" "$name" "compute-sanitizer is not on the path" && return
         fi
         # Without CuPy's pool, whose blocks would hide what is read or written beside an array.
         pytest=(compute-sanitizer --tool "$name" --error-exitcode 86 --target-processes all "${pytest[@]}" -p gpu_day_plain_memory)
@@ -70,11 +70,12 @@ part() {
     if ((${#tests[@]})); then
         command=("${pytest[@]}" "${tests[@]}")
     fi
+    rm -f "$xml" "$out/parts/$name.rows.json" # of an earlier call
     say "$name, at most $left s"
     local began=$SECONDS
     # First as by Ctrl-C, after which pytest still writes what it has.
     timeout -s INT -k 20 "$left" "${command[@]}" >"$log" 2>&1 || status=$?
-    "$python" gpu_day_report.py note "$out" "$name" "$status" $((SECONDS - began)) "$left" "${command[*]}"
+    "$python" benchmarks/gpu_day_report.py note "$out" "$name" "$status" $((SECONDS - began)) "$left" "${command[*]}"
 }
 
 run() {
@@ -94,7 +95,6 @@ run() {
     local end=$((SECONDS + ${GPU_DAY_SECONDS:-86400})) python=${GPU_DAY_PYTHON:-python3}
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-warn-script-location --target "$work/site" "$here"/wheels/*.whl
     tar -xzf "$here/sources.tar.gz" -C "$work"
-    cp "$here/gpu_day_report.py" "$work/"
     cp "$here/commit" "$out/parts/commit"
     printf 'import cupy\n\ncupy.cuda.set_allocator(None)\n' >"$work/site/gpu_day_plain_memory.py"
     export PYTHONPATH=$work/site PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$work/bytecode
@@ -106,7 +106,7 @@ run() {
         esac
         local left=$((end - SECONDS))
         if ((left < 30)); then
-            "$python" gpu_day_report.py skip "$out" "$name" "no time was left of GPU_DAY_SECONDS=$GPU_DAY_SECONDS"
+            "$python" benchmarks/gpu_day_report.py skip "$out" "$name" "no time was left of GPU_DAY_SECONDS=$GPU_DAY_SECONDS"
             continue
         fi
         if (($(nproc) >= 8)); then
@@ -117,7 +117,7 @@ run() {
     done
     wait
     tar -C "$out/parts" -czf "$out/logs.tar.gz" .
-    "$python" gpu_day_report.py report "$out" "${PARTS[@]}"
+    "$python" benchmarks/gpu_day_report.py report "$out" "${PARTS[@]}"
 }
 
 case ${1:-} in

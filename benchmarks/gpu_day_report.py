@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from gpu_verdict import MARKS, judge, told
+
 SHOWN = 40
 """Failures of a part that the Markdown names; the JSON has all."""
 
@@ -68,10 +70,17 @@ def note(out: str, name: str, status: str, seconds: str, limit: str, command: st
         kept |= results(xml)
     if rows.exists():
         kept["rows"] = json.loads(rows.read_text())
+    judged = judge(kept["rows"]) if "rows" in kept else {"status": 0, "failed": []}
     if int(seconds) >= int(limit):
         kept["verdict"] = f"stopped at its limit of {limit} s"
+    elif judged["failed"]:
+        kept["verdict"] = f"failed (status {status}): {len(judged['failed'])} of the benchmark"
+    elif judged["status"] == 2 and kept["status"] in (0, 2):
+        kept["verdict"] = f"{len(judged['missed'])} targets missed, {len(judged['dropped'])} rows or peers dropped"
     elif kept["status"] != 0:
         kept["verdict"] = f"failed (status {status})"
+    elif name == "benchmark" and "rows" not in kept:
+        kept["verdict"] = "left no rows"
     elif "counts" in kept and not kept["counts"].get("passed"):
         kept["verdict"] = "ran no test"
     else:
@@ -91,22 +100,33 @@ def skip(out: str, name: str, reason: str) -> int:
 def _benchmark(rows: dict[str, Any]) -> list[str]:
     """The benchmark as Markdown."""
     wrong = [c["name"] for c in rows["checks"] if not c["ok"]]
-    lines = [
-        f"{rows.get('device')}, copy {rows.get('copy', 0) / 1e12:.2f} TB/s. {len(rows['dropped'])} rows dropped.",
-        "",
-    ]
+    lines = [f"{rows.get('device')}, copy {rows.get('copy', 0) / 1e12:.2f} TB/s.", ""]
     if wrong:
         lines += [f"**The clock is not to be believed**: {'; '.join(wrong)}.", ""]
-    lines += ["| work | us | by | of the copy | target | peers (our time over theirs) |", "|---|---|---|---|---|---|"]
+    lines += [f"* {line}" for line in told(judge(rows))]
+    lines += [
+        "",
+        "| work | us | by | of the copy | targets | peers (our time over theirs) |",
+        "|---|---|---|---|---|---|",
+    ]
+
+    def goals(result: dict[str, Any]) -> str:
+        return ", ".join(f"{t} {MARKS[met]}" for t, met in result["targets"].items())
+
+    def peer(name: str, p: dict[str, Any]) -> str:
+        return f"{name} {p['ratio']:.2f}" if "ratio" in p else f"{name} failed" if "error" in p else f"{name} dropped"
+
     for r in rows["rows"]:
         if "error" in r:
-            lines.append(f"| {r['name']} | failed | | | | {r['error']} |".replace("\n", " "))
+            lines.append(f"| {r['name']} | failed | | | | |")
             continue
-        peers = [f"{n} {p['ratio']:.2f}" if "ratio" in p else f"{n}: {p['error']}" for n, p in r["peers"].items()]
-        goal = f"{r['target']:.0%} {'met' if r['met'] else 'MISSED'}" if r["target"] else ""
-        cells = (r["name"], f"{r['seconds'] * 1e6:.1f}", r["by"], f"{r['share']:.0%}", goal, ", ".join(peers))
+        peers = ", ".join(peer(*p) for p in r["peers"].items())
+        cells = (r["name"], f"{r['seconds'] * 1e6:.1f}", r["by"], f"{r['share']:.0%}", goals(r), peers)
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"* {h['name']}: {h.get('us') or h.get('error')} (target: {h['target']})" for h in rows["host"]]
+    lines.append("")
+    for h in rows["host"]:
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in h.get("us", {}).items())
+        lines.append(f"* {h['name']}: " + ("failed" if "error" in h else f"{times} ({goals(h)})"))
     return lines
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from gpu_peers import Torch
+from gpu_verdict import of_targets
 from torch_decoder import torch_decoder
 
 import meshtape as mt
@@ -23,8 +23,8 @@ MOST = {"torch": 1.1, "torch compiled": 1.3}
 """Our time as a CUDA graph over each peer's, at most."""
 
 
-def ours(config: Any, size: tuple[int, int]) -> tuple[Callable[..., Any], Callable[[], Any], Any]:
-    """(a step of AdamW, what makes the parameters and the slots that it takes, the tokens), of bfloat16."""
+def ours(config: Any, size: tuple[int, int], d: np.dtype) -> tuple[Callable[..., Any], Callable[[], Any], Any]:
+    """(a step of AdamW, what makes the parameters and the slots that it takes, the tokens)."""
     optimizer = mt.optim.adamw(1e-3)
 
     def step(state: Any, tokens: Any) -> Any:
@@ -36,16 +36,16 @@ def ours(config: Any, size: tuple[int, int]) -> tuple[Callable[..., Any], Callab
         return optimizer.update(state[0], grads, state[1]), value
 
     def start() -> Any:
-        params = de.init(mt.random.key(0), config, dtype=ml_dtypes.bfloat16)
+        params = de.init(mt.random.key(0), config, dtype=d)
         return mt.tree_map(lambda a: mt.asarray(a, device="cuda:0"), (params, optimizer.init(params)))
 
     tokens = np.random.default_rng(0).integers(0, config.vocab, size)
     return step, start, mt.asarray(tokens, device="cuda:0")
 
 
-def theirs(t: Torch, config: Any, size: tuple[int, int], compiled: bool) -> Callable[[], Any]:
+def theirs(t: Torch, config: Any, size: tuple[int, int], d: np.dtype, compiled: bool) -> Callable[[], Any]:
     torch = t.torch
-    model = torch_decoder(torch, config, size[1]).to("cuda", torch.bfloat16)
+    model = torch_decoder(torch, config, size[1]).to("cuda", getattr(torch, d.name))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = t.compile(model) if compiled else model
     tokens = torch.randint(0, config.vocab, size, device="cuda")
@@ -58,11 +58,11 @@ def theirs(t: Torch, config: Any, size: tuple[int, int], compiled: bool) -> Call
     return step
 
 
-def decoder_step(cp: Any, t: Torch | None, tiny: bool) -> dict[str, Any]:
+def decoder_step(cp: Any, t: Torch | None, tiny: bool, d: np.dtype) -> dict[str, Any]:
     """Microseconds of a step, to the end on the device. ``host``: of the host alone, which starts an eager step, and
     the functions that take most of it."""
     config, size = TINY if tiny else LARGE
-    step, start, tokens = ours(config, size)
+    step, start, tokens = ours(config, size, d)
     wait, rounds = cp.cuda.Device().synchronize, 2 if tiny else 10
 
     def typical(call: Callable[[], Any]) -> float:
@@ -97,21 +97,25 @@ def decoder_step(cp: Any, t: Torch | None, tiny: bool) -> dict[str, Any]:
             profile.runcall(once)
         held.clear()
         cp.get_default_memory_pool().free_all_blocks()
-    said = {}
-    for name in () if t is None else ("torch", "torch compiled") if t.compiled else ("torch",):
+    failed, peers = {}, () if t is None else MOST if t.compiled else ("torch",)
+    for name in peers:
         try:
-            times[name] = typical(theirs(t, config, size, name == "torch compiled"))
+            times[name] = typical(theirs(t, config, size, d, name == "torch compiled"))
         except Exception as e:
-            said[name] = f"{type(e).__name__}: {e}"[:300]
+            failed[name] = {"error": f"{type(e).__name__}: {e}"[:300]}
     rows = sorted(pstats.Stats(profile).stats.items(), key=lambda row: -row[1][2])[:25]  # type: ignore[attr-defined]
+    targets = {
+        f"graph at most {most} of {name}": times["graph"] <= most * times[name] if name in times else None
+        for name, most in MOST.items()
+    }
+    reason = "PyTorch with CUDA is not here" if t is None else f"{' and '.join(failed) or 'torch.compile'} has no time"
     return {
-        "name": f"a step of a decoder of {sum(x.size for x in mt.tree.flatten(start()[0])[0]) / 1e6:.0f} million",
+        "parameters": sum(x.size for x in mt.tree.flatten(start()[0])[0]),
         "us": times,
-        "failed": said,
+        "peers": failed,
         "host": [
             f"{own * 1e6:.0f} us, {calls} calls: {file.rpartition('/')[2]}:{line} {name}"
             for (file, line, name), (calls, _, own, *_) in rows
         ],
-        "target": ", ".join(f"graph {most} of {name}" for name, most in MOST.items()),
-        "met": all(times["graph"] <= most * times[name] for name, most in MOST.items() if name in times),
+        **of_targets(targets, reason),
     }

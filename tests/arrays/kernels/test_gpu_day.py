@@ -3,7 +3,7 @@ the benchmark; and its report."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     any(shutil.which(tool) is None for tool in ("bash", "timeout", "tar", "sed")), reason="no shell as Linux has it"
 )
 
-PYTHON = """#!{executable} -IS
+PYTHON = """#!{executable} -sES
 import json, os, sys
 from pathlib import Path
 given, folders = sys.argv[1:], os.environ.get("PYTHONPATH", "").split(":")
@@ -43,26 +43,56 @@ elif given[:2] == ["-m", "pytest"]:
     print("tests of", kind, "by", len([g for g in given if g == "-n"]), "options")
     sys.exit(kind == "kernels")
 elif given[0] == "benchmarks/gpu.py":
-    Path(given[given.index("--json") + 1]).write_text(json.dumps({rows}))
-elif given[:2] == ["gpu_day_report.py", "config"]:
+    Path(given[given.index("--json") + 1]).write_text(os.environ["ROWS"])
+elif given[:2] == ["benchmarks/gpu_day_report.py", "config"]:
     print("a device of the test")
 else:
-    os.execv(sys.executable, [sys.executable, "-IS", *given])
+    os.execv(sys.executable, [sys.executable, "-sES", *given])
 """
 """The interpreter, which is itself for all that ``gpu_day_report.py`` does but for looking at the device."""
 
-ROWS = {
+GOOD: dict[str, Any] = {
     "device": "a device",
     "copy": 2e12,
-    "dropped": ["a slow one"],
-    "checks": [{"name": "twice the work", "ok": False}],
+    "dropped": [],
+    "checks": [{"name": "twice the work", "ok": True}],
     "rows": [
-        {"name": "softmax", "seconds": 2e-6, "by": "graph", "share": 0.93, "target": 0.9, "met": True,
-         "peers": {"torch": {"ratio": 0.5}, "jax": {"error": "is missing"}}},
-        {"name": "layer_norm", "error": "RuntimeError: this\none fails"},
+        {"name": "softmax", "seconds": 2e-6, "by": "graph", "share": 0.93, "targets": {"90% of the copy": True},
+         "met": True, "peers": {"torch": {"ratio": 0.5}}},
     ],
-    "host": [{"name": "a + a", "us": {"ours": 7.0}, "target": "2 us more"}],
+    "host": [{"name": "a + a", "us": {"ours": 7.0}, "targets": {"CuPy + 2 us": True}, "met": True}],
 }  # fmt: skip
+SLOW = GOOD["rows"][0] | {"name": "slow", "share": 0.01, "targets": {"90% of the copy": False}, "met": False}
+ALONE = GOOD["rows"][0] | {
+    "name": "alone",
+    "targets": {"at most 1.00 of torch": None},
+    "met": None,
+    "reason": "no torch",
+}
+BAD = {
+    # What is added to a run in which all is good, its status, and the line that tells it.
+    "a row that failed": ({"rows": [{"name": "norm", "error": "RuntimeError: this\none"}]}, 1, "failed: norm: RuntimeError: this one"),
+    "a peer that failed": ({"rows": [SLOW | {"targets": {}, "peers": {"jax": {"error": "no memory"}}}]}, 1, "failed: slow, jax: no memory"),
+    "a line that failed": ({"host": [{"name": "a step", "error": "it is wrong"}]}, 1, "failed: a step: it is wrong"),
+    "the decoder's peer": ({"host": [{"name": "a step", "us": {}, "targets": {}, "peers": {"torch": {"error": "no"}}}]}, 1, "failed: a step, torch: no"),
+    "a clock that is off": ({"checks": [{"name": "half the work", "ok": False}]}, 1, "failed: the clock: half the work"),
+    "the watch": ({"stopped": "the time was over"}, 1, "failed: stopped: the time was over"),
+    "a row's target": ({"rows": [SLOW]}, 2, "missed: slow: 90% of the copy"),
+    "a line's target": ({"host": [GOOD["host"][0] | {"targets": {"CuPy + 2 us": False}}]}, 2, "missed: a + a: CuPy + 2 us"),
+    "a row that was dropped": ({"dropped": ["a slow one"]}, 2, "dropped: a slow one"),
+    "a peer that was dropped": ({"rows": [ALONE | {"peers": {"torch": {"dropped": "no time"}}}]}, 2, "dropped: alone, torch"),
+    "nothing to compare with": ({"rows": [ALONE]}, 0, "verdict: all targets are met (0 failed, 0 missed, 0 dropped, 1 not comparable)"),
+}  # fmt: skip
+
+
+def with_more(more: dict[str, Any]) -> dict[str, Any]:
+    return GOOD | {key: GOOD[key] + value if isinstance(value, list) else value for key, value in more.items()}
+
+
+ROWS = with_more(
+    {key: value for name in ("a row that failed", "a clock that is off") for key, value in BAD[name][0].items()}
+    | {"dropped": ["a slow one"], "host": [{"name": "a step", "error": "it is wrong"}]}
+)
 
 
 @pytest.fixture
@@ -70,12 +100,13 @@ def folder(tmp_path: Path) -> Path:
     """As ``collect`` leaves it, but for the wheels."""
     folder = tmp_path / "day"
     (folder / "wheels").mkdir(parents=True)
-    for name in ("gpu_day.sh", "gpu_day_report.py"):
-        shutil.copy(BENCHMARKS / name, folder)
+    shutil.copy(SCRIPT, folder)
     with tarfile.open(folder / "sources.tar.gz", "w:gz") as sources:
         sources.add(
             Path(__file__).parents[2] / "gpu", "tests/gpu", filter=lambda f: None if "contract" in f.name else f
         )
+        for name in ("gpu_day_report.py", "gpu_verdict.py"):
+            sources.add(BENCHMARKS / name, f"benchmarks/{name}")
     (folder / "commit").write_text("0123abc\n")
     return folder
 
@@ -86,14 +117,15 @@ def run(folder: Path, *arguments: str, processors: int = 2, sanitizer: bool = Fa
         tools.mkdir()
         scripts = {
             "nproc": f"#!{BASH}\necho {processors}\n",
-            "python": PYTHON.format(executable=sys.executable, rows=ROWS),
+            "python": PYTHON.format(executable=sys.executable),
         }
         if sanitizer:
             scripts["compute-sanitizer"] = f'#!{BASH}\nshift 6\n"$@"\n'
         for name, text in scripts.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{tools}:/usr/bin:/bin", "GPU_DAY_PYTHON": str(tools / "python"), **env}
+    given = {"PATH": f"{tools}:/usr/bin:/bin", "GPU_DAY_PYTHON": str(tools / "python"), "ROWS": json.dumps(ROWS)}
+    env = {**os.environ, **given, **env}
     command = [BASH, folder / "gpu_day.sh", *arguments]
     return subprocess.run(command, cwd=folder.parent, env=env, capture_output=True, text=True, timeout=120, check=False)
 
@@ -122,20 +154,22 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
         "kernels": "failed (status 1)",
         "programs": "ran no test",
         **dict.fromkeys(("transfers", "meshes", "nccl", "calls", "derivatives", "layouts"), not_asked),
-        "benchmark": "passed",
+        "benchmark": "failed (status 0): 3 of the benchmark",
         "memcheck": "did not run: compute-sanitizer is not on the path",
         "racecheck": not_asked,
     }
     text = (out / "report.md").read_text()
-    assert text.startswith("# A day with a GPU: 3 of 13 parts passed\n\nCommit 0123abc.\n")
+    assert text.startswith("# A day with a GPU: 2 of 13 parts passed\n\nCommit 0123abc.\n")
     for line in (
         "| kernels | failed (status 1) | 1, 1, 0 | ",
         "* c::n1: `it is wrong`\n",
         "* 1 skipped: no memory\n",
-        "**The clock is not to be believed**: twice the work.\n",
-        "| softmax | 2.0 | graph | 93% | 90% met | torch 0.50, jax: is missing |\n",
-        "| layer_norm | failed | | | | RuntimeError: this one fails |\n",
-        "* a + a: {'ours': 7.0} (target: 2 us more)\n",
+        "**The clock is not to be believed**: half the work.\n",
+        "* verdict: something failed (3 failed, 0 missed, 1 dropped, 0 not comparable)\n* failed: norm: RuntimeError: this one\n",
+        "* dropped: a slow one\n",
+        "| softmax | 2.0 | graph | 93% | 90% of the copy ✓ | torch 0.50 |\n",
+        "| norm | failed | | | | |\n",
+        "* a + a: ours 7.0 us (CuPy + 2 us ✓)\n* a step: failed\n",
         "a device of the test\n",
     ):
         assert line in text
@@ -144,7 +178,8 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
     rest = ("transfers", "meshes", "nccl", "calls", "derivatives", "layouts", "memcheck", "racecheck")
     done = run(folder, "run", "out", *rest, processors=8, sanitizer=True)
     assert done.returncode == 1
-    assert sorted({*verdicts(out).values()}) == ["failed (status 1)", "passed", "ran no test"]
+    of_benchmark = "failed (status 0): 3 of the benchmark"
+    assert sorted({*verdicts(out).values()}) == [of_benchmark, "failed (status 1)", "passed", "ran no test"]
     assert [name for name, verdict in verdicts(out).items() if verdict == "failed (status 1)"] == [
         "kernels", "memcheck", "racecheck"  # whose tests are those of the kernels
     ]  # fmt: skip
@@ -157,8 +192,14 @@ def test_all_that_passes_is_success(folder: Path) -> None:
     (folder / "gpu_day.sh").write_text(
         re.sub(r"^PARTS=.*", "PARTS=(config arrays calls benchmark)", script, flags=re.M)
     )
-    done = run(folder, "run", "out")
+    done = run(folder, "run", "out", ROWS=json.dumps(GOOD))
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "# A day with a GPU: 4 of 4 parts passed")
+    done = run(folder, "run", "out", "benchmark", ROWS=json.dumps(with_more({"rows": [SLOW, ALONE]})))
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "# A day with a GPU: 3 of 4 parts passed")
+    assert verdicts(folder.parent / "out")["benchmark"] == "1 targets missed, 0 rows or peers dropped"
+    text = (folder.parent / "out/report.md").read_text()
+    assert "* missed: slow: 90% of the copy\n" in text
+    assert "| alone | 2.0 | graph | 93% | at most 1.00 of torch – | torch 0.50 |\n" in text
 
 
 def test_parts_that_no_time_is_left_for_are_named(folder: Path) -> None:
@@ -176,16 +217,49 @@ def test_what_it_cannot_do_is_told(folder: Path) -> None:
     assert (done.returncode, "run the copy in the collected folder" in done.stderr) == (2, True)
 
 
-def test_a_part_at_its_limit_has_not_passed(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("gpu_day_report", BENCHMARKS / "gpu_day_report.py")
-    report: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_benchmark_is_judged(modules: Callable[[str], Any], name: str) -> None:
+    verdict, (more, status, line) = modules("gpu_verdict"), BAD[name]
+    assert verdict.judge(GOOD)["status"] == 0
+    found = verdict.judge(with_more(more))
+    assert (found["status"], line in verdict.told(found)) == (status, True)
+
+
+def test_what_measured_nothing_has_not_passed(modules: Callable[[str], Any]) -> None:
+    verdict = modules("gpu_verdict")
+    nothing = {"rows": [], "host": [], "dropped": [], "checks": []}
+    assert verdict.judge(nothing)["failed"] == ["the clock was not checked", "nothing was measured"]
+    dropped = verdict.judge(nothing | {"checks": GOOD["checks"], "dropped": ["one", "two"]})
+    assert (dropped["status"], dropped["failed"], dropped["dropped"]) == (2, [], ["one", "two"])
+
+
+def test_targets_come_to_one_answer(modules: Callable[[str], Any]) -> None:
+    of = modules("gpu_verdict").of_targets
+    assert of({"a": True}, "why") == {"targets": {"a": True}, "met": True}
+    assert of({"a": None, "b": False}, "why")["met"] is False
+    assert of({"a": None, "b": True}, "why") == {"targets": {"a": None, "b": True}, "met": None, "reason": "why"}
+    assert of({}) == {"targets": {}, "met": None, "reason": "it has no target"}
+
+
+def test_a_part_at_its_limit_has_not_passed(tmp_path: Path, modules: Callable[[str], Any]) -> None:
+    report = modules("gpu_day_report")
     parts = tmp_path / "parts"
     parts.mkdir()
     (parts / "commit").write_text("0123abc")
-    for name, status, seconds in (("arrays", 0, 540), ("nccl", 139, 3)):
+    ended = {"arrays": (0, 540), "nccl": (139, 3), "benchmark": (0, 3)}
+    for name, (status, seconds) in ended.items():
         (parts / f"{name}.log").write_text("the last words")
         report.note(str(tmp_path), name, str(status), str(seconds), "540", "a command")
-    assert report.report(str(tmp_path), "arrays", "nccl") == 1
-    assert verdicts(tmp_path) == {"arrays": "stopped at its limit of 540 s", "nccl": "failed (status 139)"}
-    assert (tmp_path / "report.md").read_text().count("the last words") == 2
+    assert report.report(str(tmp_path), *ended) == 1
+    assert verdicts(tmp_path) == {
+        "arrays": "stopped at its limit of 540 s",
+        "nccl": "failed (status 139)",
+        "benchmark": "left no rows",
+    }
+    assert (tmp_path / "report.md").read_text().count("the last words") == 3

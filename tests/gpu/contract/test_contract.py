@@ -205,13 +205,21 @@ def test_the_benchmark_runs_and_judges_itself(sweep: Sweep, tmp_path_factory: py
     assert [list(h.get("us", h)) if "us" in h else h for h in found["whole"]["host"]] == [
         ["ours", "cupy"],
         ["eager", "compiled", "graph"],
-        ["eager", "eager, of the host", "compiled", "graph"],
+        *[["eager", "eager, of the host", "compiled", "graph"]] * 2,
     ]
+    decoders = [h for h in found["whole"]["host"] if "a step of a decoder" in h["name"]]
+    assert [(h["met"], h["reason"]) for h in decoders] == [(None, "PyTorch with CUDA is not here")] * 2
     assert found["resumed"]["host"] == found["whole"]["host"]
     assert late == found["late"]["host"] == []
-    assert len(found["late"]["dropped"]) == len(whole)
+    assert len(found["late"]["dropped"]) == len(whole) + len(found["whole"]["host"])
+    assert found["late"]["verdict"]["dropped"] == found["late"]["dropped"]
     assert [r["name"] for r in resumed] == [r["name"] for r in whole]
     assert found["late"]["status"] == found["whole"]["status"] == 1  # as the clock of the fake is not to be believed
+    assert {f"{r['name']}: {r['error']}" for r in failed} <= set(found["whole"]["verdict"]["failed"])
+    norm = next(r for r in whole if r["name"] == "AdamW, 4 arrays of 16 float32")
+    assert (norm["met"], norm["targets"]["85% of the copy"]) == (False, False)  # whatever the fake's events say
+    assert norm["targets"]["at most 1.00 of torch"] is None
+    assert f"{norm['name']}: 85% of the copy" in found["whole"]["verdict"]["missed"]
     checked = {c["name"]: c["ok"] for c in found["whole"]["checks"]}
     assert checked["a copy by a graph over one by events"]
     assert not checked["16 copies in a graph over 8"]  # its events are always 1 ms apart
