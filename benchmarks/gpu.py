@@ -11,14 +11,14 @@ kernel that spins until all of them wait in the stream. Where a call waits for t
 time holds the host's too: "host" stands in the column "by". JAX has streams of its own: one jitted function makes the
 calls on all inputs, and the clock of the host is read. Candidates of a row are timed in turns.
 
-``--quick`` takes fewer shapes and ends within 8 minutes: rows that no time is left for are named in the table as
-dropped. ``--only NAME`` takes the rows whose name contains it, ``--no-compile`` leaves ``torch.compile`` out, ``--json
+``--quick`` takes fewer shapes, compiles fewer of PyTorch's functions, and ends within 8 minutes: what no time is left
+for, as long as the longest of its kind has taken, is named in the table as dropped. ``--only NAME`` takes the rows whose name contains it, ``--no-compile`` leaves ``torch.compile`` out, ``--json
 FILE`` writes all of it as JSON, ``--tiny`` takes shapes of a few elements, which shows that rows run and measures
 nothing.
 
 Targets (H200): for arrays of 64 MB and more, in rows of 1024 and more, 90 % of the copy forward and 80 % backward; never
-slower than PyTorch; products and convolutions 95 % of PyTorch's speed, attention 80 %; AdamW 85 % of the copy; no more
-than 2 microseconds over CuPy for an op on eight elements; a step of a hundred small ops as a CUDA graph five times
+slower than PyTorch; the deterministic gradient of an embedding within twice the atomic one; products and convolutions 95 % of PyTorch's speed, attention 80 %; AdamW 85 % of the copy; no more
+than 2 microseconds over CuPy for an op on eight elements; memory of attention that grows with the length; a step of a hundred small ops as a CUDA graph five times
 faster than eager; a step of a decoder as a CUDA graph within 1.1 of PyTorch's eager one and 1.3 of its compiled one.
 The JSON has the functions that take most of the host in an eager step.
 """
@@ -46,13 +46,23 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from gpu_attention import Heads, attention_memory, attention_rows
 from gpu_clock import Meter, Timed, checks
+from gpu_elementwise import elementwise_rows, take_rows
 from gpu_peers import Torch, importable, on_stream
-from gpu_products import attention_rows, convolution_rows, expert_rows, optimizer_rows, product_rows
+from gpu_products import (
+    convolution_rows,
+    expert_rows,
+    float8_rows,
+    linear_rows,
+    loss_rows,
+    optimizer_rows,
+    product_rows,
+)
 from gpu_rows import (
+    LARGE,
     Maker,
     Row,
-    elementwise_rows,
     image_rows,
     index_rows,
     random_rows,
@@ -61,7 +71,7 @@ from gpu_rows import (
     softmax_rows,
 )
 from gpu_step import decoder_step
-from gpu_verdict import MARKS, judge, of_targets, told
+from gpu_verdict import goals, judge, line_of_host, of_targets, told
 
 import meshtape as mt
 from meshtape.arrays.kernels import launch
@@ -110,37 +120,49 @@ def guarded(family: Callable[..., Iterator[Row]], *args: Any) -> Iterator[Row]:
 
 def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = False) -> Iterator[Row]:
     """Every row of the table, those with targets first: what a budget drops is what comes last."""
-    dtypes = DTYPES[:2] if quick else DTYPES
-    shapes, images = (SHAPES[:1], IMAGES[:1]) if quick else (SHAPES, IMAGES)
+    dtypes, short = DTYPES[:2] if quick else DTYPES, DTYPES[1]
+    shapes, images = SHAPES, IMAGES[:1] if quick else IMAGES
     convolutions = CONVOLUTIONS[:2] if quick else CONVOLUTIONS
-    n, side, attention, table = 1 << 26, 8192, (1, 16, 16384, 128), (100_000, 50_000, 256)
-    sent = (16384, 2, 8, 2048, 4096), (16384, 8, 64, 2048, 1024)
+    n, side, table, taken = 1 << 26, 8192, (100_000, 50_000, 256), (100_000, 8192)
+    layer, loss, sent = (8192, 4096), (8192, 1024, 32_768), [(16384, 2, 8, 2048, 4096), (16384, 8, 64, 2048, 1024)]
+    causal, padded, single, long = (
+        Heads(*s, 128) for s in ((1, 16, 16384), (8, 16, 2048), (1, 16, 8192), (1, 16, 65536))
+    )
     if tiny:
-        shapes, images, n, side, attention, table = ((5, 40),), ((2, 4, 3, 3),), 1024, 64, (1, 2, 16, 8), (70, 80, 8)
-        convolutions = (((2, 4, 5, 5), (4, 4, 3, 3), 1),)
-        sent = ((5, 2, 3, 8, 16),)
+        shapes, images, n, side, table, taken = ((5, 40),), ((2, 4, 3, 3),), 1024, 64, (70, 80, 8), (6, 40)
+        convolutions, layer, loss, sent = (((2, 4, 5, 5), (4, 4, 3, 3), 1),), (6, 16), (6, 16, 40), [(5, 2, 3, 8, 16)]
+        causal, padded, single, long = (Heads(1, 2, s, 8) for s in (16, 12, 20, 32))
+    eager = t and Torch(t.torch, t.compiled and not quick)  # compiling takes most of the time
     for d in dtypes:
-        for shape in shapes:
+        large = [s for s in shapes if np.prod(s) * d.itemsize >= LARGE or tiny]
+        for shape in large[:1] if quick else shapes:
             yield from guarded(row_norm_rows, m, t, jax, shape, d)
             yield from guarded(softmax_rows, m, t, jax, shape, d)
-    yield from guarded(product_rows, m, t, jax, side, DTYPES[1])
-    yield from guarded(attention_rows, m, t, attention, DTYPES[1])
-    for d in DTYPES[1:2] if quick else DTYPES[1:]:
-        for layer in convolutions:
-            for last in (True, False):
-                yield from guarded(convolution_rows, m, t, *layer, d, last)
-    for shape in sent:
-        yield from guarded(expert_rows, m, t, shape, DTYPES[1])
-    yield from guarded(expert_rows, m, t, sent[0], DTYPES[0])
+    yield from guarded(product_rows, m, t, jax, side, short)
+    yield from guarded(attention_rows, m, t, jax, causal, short)
     yield from guarded(optimizer_rows, m, t, 4 if tiny else 64, n // 64)
+    yield from guarded(loss_rows, m, t, jax, loss, short)
+    yield from guarded(linear_rows, m, t, jax, *layer, short)
+    yield from guarded(float8_rows, m, t, side, short)
+    yield from guarded(attention_rows, m, t, jax, padded, short, True)
+    yield from guarded(attention_rows, m, t, jax, single, DTYPES[0])
+    yield from guarded(attention_rows, m, t, jax, long, short)
+    for d in DTYPES[1:2] if quick else DTYPES[1:]:
+        for sizes in convolutions:
+            for last in (True, False):
+                yield from guarded(convolution_rows, m, t, *sizes, d, last)
+    for shape in sent:
+        yield from guarded(expert_rows, m, t, shape, short)
+    yield from guarded(expert_rows, m, t, sent[0], DTYPES[0])
     for d in dtypes:
-        yield from guarded(elementwise_rows, m, t, jax, n, d)
-        yield from guarded(rotary_rows, m, t, attention, d)
+        yield from guarded(elementwise_rows, m, eager, jax, n, d)
+        yield from guarded(take_rows, m, eager, jax, *taken, d)
+        yield from guarded(rotary_rows, m, eager, causal, d)
         for shape in images:
             for last in (False, True):
-                yield from guarded(image_rows, m, t, shape, d, last)
-        yield from guarded(index_rows, m, t, *table, d)
-        yield from guarded(random_rows, m, t, n, d)
+                yield from guarded(image_rows, m, eager, shape, d, last)
+        yield from guarded(index_rows, m, eager, *table, d)
+        yield from guarded(random_rows, m, eager, n, d)
 
 
 # ----- calls of the host ----------------------------------------------------------------------------------------------
@@ -252,13 +274,13 @@ class Run:
         targets: dict[str, bool | None] = {}
         if row.target is not None:
             targets[f"{row.target:.0%} of the copy"] = share >= row.target
-        ratio, has_torch = out["peers"].get("torch", {}).get("ratio"), self.found["versions"]["PyTorch with CUDA"]
-        if "torch" in row.peers or not has_torch:
-            targets[f"at most {row.most:.2f} of torch"] = None if ratio is None else ratio <= row.most
-        if not targets:
-            return out | of_targets({})
-        reason = "PyTorch failed or was dropped" if has_torch else "PyTorch with CUDA is not here"
-        return out | of_targets(targets, reason)
+        has_torch = bool(self.found["versions"]["PyTorch with CUDA"])
+        for name, most in row.most.items():
+            if name in row.peers or not has_torch:
+                ratio = out["peers"].get(name, {}).get("ratio")
+                targets[f"at most {most:.2f} of {name}"] = None if ratio is None else ratio <= most
+        reason = "a peer failed or was dropped" if has_torch else "PyTorch with CUDA is not here"
+        return out | (of_targets(targets, reason) if targets else of_targets({}))
 
     def lines(self, lines: dict[str, Callable[[], dict[str, Any]]]) -> None:
         done = {h["name"] for h in self.found["host"]}
@@ -351,9 +373,6 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"check: {c['name']}: {c['found']:.3g}, wanted {c['from']:g} to {c['to']:g} {mark}")
     table = Table("work", "time", "by", "TB/s", "of the copy", "targets", "peers (our time over theirs)")
 
-    def goals(result: dict[str, Any]) -> str:
-        return ", ".join(f"{t} {MARKS[met]}" for t, met in result["targets"].items())
-
     for r in found["rows"]:
         if "error" in r:
             table.add_row(escape(r["name"]), "failed", "", "", "", "✗", escape(r["error"]))
@@ -377,12 +396,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(escape(name), "dropped", "", "", "", "", "no time was left")
     console.print(table)
     for h in found["host"]:
-        if "error" in h:
-            console.print(f"{h['name']}: failed ✗: {h['error']}")
-            continue
-        times = [f"{n} {us:.1f} us" for n, us in h["us"].items()]
-        times += [f"{n} failed ✗: {p['error']}" for n, p in h.get("peers", {}).items()]
-        console.print(f"{h['name']}: {', '.join(times)} (targets: {goals(h)})")
+        console.print(line_of_host(h))
     for line in told(found["verdict"]):
         console.print(line)
 
@@ -435,6 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "x + x, 8 elements, of the host": partial(overhead, cp),
             "a step of 100 small ops": partial(graphs, cp),
             "a step of a decoder, bfloat16": partial(decoder_step, cp, t, options.tiny, DTYPES[1]),
+            "memory of causal attention, bfloat16": partial(attention_memory, cp, t, options.tiny, DTYPES[1]),
             "a step of a decoder, float32": partial(decoder_step, cp, eager, options.tiny, DTYPES[0]),
         }
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gpu_verdict import MARKS, judge, told
+from gpu_verdict import goals, judge, line_of_host, told
 
 SHOWN = 40
 """Failures of a part that the Markdown names; the JSON has all."""
@@ -110,9 +110,6 @@ def _benchmark(rows: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
 
-    def goals(result: dict[str, Any]) -> str:
-        return ", ".join(f"{t} {MARKS[met]}" for t, met in result["targets"].items())
-
     def peer(name: str, p: dict[str, Any]) -> str:
         return f"{name} {p['ratio']:.2f}" if "ratio" in p else f"{name} failed" if "error" in p else f"{name} dropped"
 
@@ -123,10 +120,7 @@ def _benchmark(rows: dict[str, Any]) -> list[str]:
         peers = ", ".join(peer(*p) for p in r["peers"].items())
         cells = (r["name"], f"{r['seconds'] * 1e6:.1f}", r["by"], f"{r['share']:.0%}", goals(r), peers)
         lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
-    for h in rows["host"]:
-        times = ", ".join(f"{name} {us:.1f} us" for name, us in h.get("us", {}).items())
-        lines.append(f"* {h['name']}: " + ("failed" if "error" in h else f"{times} ({goals(h)})"))
+    lines += ["", *(f"* {line_of_host(h)}".replace("\n", " ") for h in rows["host"])]
     return lines
 
 

@@ -88,6 +88,28 @@ class Torch:
     def pair(self, fn: Callable[..., Any]) -> dict[str, Peer]:
         return self.both(self.calls, fn)
 
+    def gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a cotangent and the arguments of ``fn``: those of all its arguments of floats."""
+
+        def run(g: Any, *args: Any) -> Any:
+            args = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in args)
+            return self.torch.autograd.grad(fn(*args), [x for x in args if x.requires_grad], g)
+
+        return run
+
+    def both_ways(self, fn: Callable[..., Any], of_numbers: bool = False) -> dict[str, Peer]:
+        """:meth:`gradients` with ``fn`` as it is, and compiled; without a cotangent where it gives a number."""
+        before = (None,) if of_numbers else ()
+
+        def peer(make: Callable[[], Callable[..., Any]]) -> Peer:
+            def made() -> Callable[..., Any]:
+                run = self.gradients(make())
+                return lambda *args: run(*before, *args)
+
+            return self.calls(made)
+
+        return self.both(peer, fn)
+
     def backward(self, fn: Callable[..., Any], wanted: Sequence[int]) -> dict[str, Peer]:
         """The backward pass alone: the forward pass is made once for each set of inputs. The cotangent is the first
         array."""
@@ -118,6 +140,8 @@ def jax_peer(jax: Any, fn: Callable[..., Any]) -> Peer:
 
     def prepare(meter: Meter, sets: Inputs) -> Timed:
         def of(a: Any) -> Any:
+            if a.dtype == np.int64:  # which JAX does not take by default
+                return jax.dlpack.from_dlpack(a.astype(np.int32))
             if a.dtype == ml_dtypes.bfloat16:
                 return jax.lax.bitcast_convert_type(jax.dlpack.from_dlpack(a.view(np.uint16)), a.dtype)
             return jax.dlpack.from_dlpack(a)

@@ -1,4 +1,4 @@
-"""Rows of the table of kernels: products, convolutions, attention, experts, optimizers."""
+"""Rows of the table of kernels: products, layers, losses of a vocabulary, convolutions, experts, optimizers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from gpu_peers import Torch, jax_peer
-from gpu_rows import Maker, Row, of_arrays, their_gradients
+from gpu_rows import Maker, Row, of_arrays
 
 import meshtape as mt
 from meshtape.arrays.core.dispatch import wrap
-from meshtape.arrays.kernels.cudnn import attention as cudnn_attention
+
+BLAS = {"torch": 1 / 0.95}
+"""Our time over that of the same libraries, called by PyTorch, at most."""
 
 
 def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) -> Iterator[Row]:
@@ -29,7 +31,7 @@ def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) ->
             of_arrays(lambda a, b: a @ b),
             peers,
             None,
-            1 / 0.95,
+            BLAS,
         )
 
 
@@ -67,51 +69,83 @@ def convolution_rows(
         return y, *t.torch.autograd.grad(y, (x, w), g.permute(moved) if last else g)
 
     eager, both = ({}, {}) if t is None else ({"torch": t.wrap(theirs)}, {"torch": t.wrap(their_step)})
-    yield Row(f"convolution, {label}", x + w + g, made(2), of_arrays(ours), eager, None, 1 / 0.95)
-    yield Row(f"convolution, both ways, {label}", 3 * (x + w + g), made(3), of_arrays(step), both, None, 1 / 0.95)
+    yield Row(f"convolution, {label}", x + w + g, made(2), of_arrays(ours), eager, None, BLAS)
+    yield Row(f"convolution, both ways, {label}", 3 * (x + w + g), made(3), of_arrays(step), both, None, BLAS)
 
 
-def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], d: np.dtype) -> Iterator[Row]:
-    """Causal attention and its gradient: PyTorch's fused one is the measure. With cuDNN's frontend, by both ways."""
-    size, label = int(np.prod(shape)) * d.itemsize, f"{' x '.join(map(str, shape))} {d.name}"
-    F, frontend = None if t is None else t.torch.nn.functional, cudnn_attention.frontend
-    by_cudnn = m.xp is not np and frontend() is not None
+def float8_rows(m: Maker, t: Torch | None, side: int, d: np.dtype) -> Iterator[Row]:
+    """Products of two matrices that are rounded to float8: by scales that are found, and by given ones."""
+    of_float8 = 448.0  # the largest number of float8_e4m3fn
 
-    def three() -> tuple[Any, ...]:
-        return tuple(m.normal(shape, d) for _ in range(3))
+    def rounded(x: Any, scale: Any) -> Any:
+        return (x / scale).clamp(-of_float8, of_float8).to(t.torch.float8_e4m3fn)
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
-        return mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def theirs(x: Any, y: Any, scale: float | None = None) -> Any:
+        one = t.torch.ones((), device=x.device)
+        x_scale, y_scale = ((a.abs().amax().float() / of_float8) if scale is None else one * scale for a in (x, y))
+        columns = rounded(y, y_scale).t().contiguous().t()  # which its product asks for
+        return t.torch._scaled_mm(rounded(x, x_scale), columns, x_scale, y_scale, out_dtype=x.dtype)
 
-    def step(g: Any, q: Any, k: Any, v: Any) -> Any:
-        return mt.vjp(ours, q, k, v)[1](g)
+    for name, scale in (("scales found", None), ("scales given", 0.25)):
+        yield Row(
+            f"float8_matmul, {name}, {side} x {side} {d.name}",
+            3 * side * side * d.itemsize,
+            lambda: (m.normal((side, side), d), m.normal((side, side), d)),
+            of_arrays(lambda x, y, scale=scale: mt.nn.float8_matmul(x, y, scale, scale)),
+            {} if t is None else t.pair(lambda x, y, scale=scale: theirs(x, y, scale)),
+        )
 
-    def alone(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*operands: Any) -> Any:
-            cudnn_attention.frontend = lambda: None
-            try:
-                return fn(*operands)
-            finally:
-                cudnn_attention.frontend = frontend
 
-        return run
+def linear_rows(m: Maker, t: Torch | None, jax: Any, rows: int, width: int, d: np.dtype) -> Iterator[Row]:
+    """A layer, compiled: the product, its bias and GELU; and all gradients of it."""
 
-    def theirs(q: Any, k: Any, v: Any) -> Any:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def layer(x: Any, w: Any, b: Any) -> Any:
+        return mt.nn.gelu(x @ w + b)
 
-    def their_step(g: Any, q: Any, k: Any, v: Any) -> Any:
-        return their_gradients(t, theirs, g, q, k, v)
+    def of_torch(x: Any, w: Any, b: Any) -> Any:
+        return t.torch.nn.functional.gelu(t.torch.addmm(b, x, w))
 
-    def four() -> tuple[Any, ...]:
-        return m.normal(shape, d), *three()
+    def of_jax(x: Any, w: Any, b: Any) -> Any:
+        return jax.nn.gelu(x @ w + b, approximate=False)
 
-    eager, both = ({}, {}) if t is None else ({"torch": t.wrap(theirs)}, {"torch": t.wrap(their_step)})
-    ways: dict[str, Callable[[Any], Any]] = {"attention": alone}
-    if by_cudnn:
-        ways |= {"attention by cuDNN": lambda fn: fn}
-    for name, way in ways.items():
-        yield Row(f"{name}, {label}", 4 * size, three, of_arrays(way(ours)), eager, None, 1.25)
-        yield Row(f"{name}, both ways, {label}", 8 * size, four, of_arrays(way(step)), both, None, 1.25)
+    def made(*more: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(m.normal(s, d) for s in (*more, (rows, width), (width, width), (width,)))
+
+    label, nbytes = f"{rows} x {width} by {width} {d.name}", (2 * rows + width) * width * d.itemsize
+    peers = {} if t is None else t.pair(of_torch)
+    peers |= {} if jax is None else {"jax": jax_peer(jax, of_jax)}
+    yield Row(f"linear, bias, gelu, compiled, {label}", nbytes, made, of_arrays(mt.compile(layer)), peers)
+    both = {} if t is None else t.both_ways(of_torch)
+    both |= {} if jax is None else {"jax": jax_peer(jax, lambda g, *args: jax.vjp(of_jax, *args)[1](g))}
+    step = mt.compile(lambda g, *args: mt.vjp(layer, *args)[1](g))
+    label = f"linear, bias, gelu, both ways, compiled, {label}"
+    yield Row(label, 2 * nbytes, lambda: made((rows, width)), of_arrays(step), both)
+
+
+def loss_rows(m: Maker, t: Torch | None, jax: Any, size: tuple[int, int, int], d: np.dtype) -> Iterator[Row]:
+    """The loss of a vocabulary, which the peers make of logits that are held whole."""
+    rows, width, classes = size
+
+    def of_torch(h: Any, w: Any, labels: Any) -> Any:
+        return t.torch.nn.functional.cross_entropy((h @ w).float(), labels)
+
+    def of_jax(h: Any, w: Any, labels: Any) -> Any:
+        logs = jax.nn.log_softmax((h @ w).astype("float32"))
+        return -jax.numpy.take_along_axis(logs, labels[:, None], 1).mean()
+
+    def made() -> tuple[Any, ...]:
+        return m.normal((rows, width), d), m.normal((width, classes), d), m.integers(rows, classes)
+
+    def step(h: Any, w: Any, labels: Any) -> Any:
+        return mt.value_and_grad(lambda h, w: mt.nn.linear_cross_entropy(h, w, labels), (0, 1))(h, w)
+
+    label, nbytes = f"{rows} x {width} by {classes} {d.name}", (rows + classes) * width * d.itemsize
+    peers, both = ({}, {}) if t is None else (t.pair(of_torch), t.both_ways(of_torch, of_numbers=True))
+    if jax is not None:
+        peers |= {"jax": jax_peer(jax, of_jax)}
+        both |= {"jax": jax_peer(jax, jax.value_and_grad(of_jax, (0, 1)))}
+    yield Row(f"linear_cross_entropy, {label}", nbytes, made, of_arrays(mt.nn.linear_cross_entropy), peers)
+    yield Row(f"linear_cross_entropy, both ways, {label}", 2 * nbytes, made, of_arrays(step), both)
 
 
 def expert_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int, int], d: np.dtype) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Rows of the table of kernels: norms, softmaxes, images, indices, random numbers, pointwise functions."""
+"""Rows of the table of kernels: norms, softmaxes, images, indices, random numbers, rotary positions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from gpu_clock import Peer
 from gpu_peers import Torch, jax_peer, on_stream
 
 import meshtape as mt
+from meshtape.arrays.backends.host_sync import remember_range
 from meshtape.arrays.core.dispatch import wrap
 from meshtape.arrays.kernels import launch
 
 EPS = 1e-5
 BACKWARD = 0.8
 """Share of the copy that backward passes are to reach."""
+LARGE = 64e6
+"""Bytes from which arrays have a target: smaller ones are soon in the cache."""
 
 
 class Row(NamedTuple):
@@ -28,7 +31,7 @@ class Row(NamedTuple):
     ours: Callable[..., Any]
     peers: Mapping[str, Peer]
     target: float | None = None  # of the copy's speed
-    most: float = 1.0  # of PyTorch's time
+    most: Mapping[str, float] = {"torch": 1.0}  # our time over that of peers
 
 
 def op(name: str, **params: Any) -> Callable[..., Any]:
@@ -58,14 +61,21 @@ class Maker:
             out[i : i + len(block)] = block[: n - i]
         return out.reshape(shape).astype(dtype)
 
+    def padding(self, rows: int, length: int) -> Any:
+        """A mask of attention: half of each row or more is no padding."""
+        lengths = self.rng.integers(length // 2, length + 1, (rows, 1, 1, 1))
+        return self.xp.asarray(np.arange(length) < lengths)
+
     def integers(self, n: int, high: int) -> Any:
-        return self.xp.asarray(self.rng.integers(0, high, n))
+        """As indices that come from host memory: their check needs no wait."""
+        host = self.rng.integers(0, high, n)
+        return remember_range(self.xp.asarray(host), host)
 
 
 def row_norm_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d: np.dtype) -> Iterator[Row]:
     rows, width = shape
     size, label = rows * width * d.itemsize, f"{rows} x {width} {d.name}"
-    target, back = (0.9, BACKWARD) if width >= 1024 else (None, None)
+    target, back = (0.9, BACKWARD) if width >= 1024 and size >= LARGE else (None, None)
     F = None if t is None else t.torch.nn.functional
 
     def x() -> Any:
@@ -148,7 +158,7 @@ def from_result(fn: Callable[..., Any]) -> Callable[..., Any]:
 def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d: np.dtype) -> Iterator[Row]:
     rows, width = shape
     size, label = rows * width * d.itemsize, f"{rows} x {width} {d.name}"
-    target, back = (0.9, BACKWARD) if width >= 1024 else (None, None)
+    target, back = (0.9, BACKWARD) if width >= 1024 and size >= LARGE else (None, None)
     F = None if t is None else t.torch.nn.functional
     masked = False
     for name in ("softmax", "log_softmax"):
@@ -296,9 +306,8 @@ def index_rows(m: Maker, t: Torch | None, rows: int, table: int, width: int, d: 
         peer = {}
         if t is not None:
             peer = {"torch": t.wrap(lambda g, i: t.torch.ops.aten.embedding_dense_backward(g, i, table, -1, False))}
-        yield Row(
-            f"embedding gradient, in order, {label}", nbytes, make, gradient, peer | {"ours, atomic": on_stream(atomic)}
-        )
+        both, most = peer | {"ours, atomic": on_stream(atomic)}, {"torch": 1.0, "ours, atomic": 2.0}
+        yield Row(f"embedding gradient, in order, {label}", nbytes, make, gradient, both, None, most)
         yield Row(f"embedding gradient, atomic, {label}", nbytes, make, atomic, peer)
 
         def make_write(high: int = high) -> tuple[Any, ...]:
@@ -347,64 +356,6 @@ def random_rows(m: Maker, t: Torch | None, n: int, d: np.dtype) -> Iterator[Row]
             true_places,
             {} if t is None else {"torch": t.wrap(lambda x: t.torch.nonzero(x))},
         )
-
-
-def elementwise_rows(m: Maker, t: Torch | None, jax: Any, n: int, d: np.dtype) -> Iterator[Row]:
-    """What CuPy has too: it is the peer."""
-    xp, label = m.xp, f"{n} {d.name}"
-    two, one = (lambda: (m.normal((n,), d), m.normal((n,), d))), (lambda: (m.normal((n,), d),))
-    torch, jnp = None if t is None else t.torch, None if jax is None else jax.numpy
-    gelu = None if t is None else (lambda x: torch.nn.functional.gelu(x))
-    swiglu = None if t is None else (lambda x, y: torch.nn.functional.silu(x) * y)
-    for name, sizes, make, ours, theirs, of_torch, of_jax in (
-        ("x + y", 3, two, lambda x, y: x + y, lambda x, y: x + y, lambda x, y: x + y, lambda x, y: x + y),
-        ("tanh", 2, one, mt.tanh, xp.tanh, torch and torch.tanh, jnp and jnp.tanh),
-        ("gelu", 2, one, mt.nn.gelu, None, gelu, jax and (lambda x: jax.nn.gelu(x, approximate=False))),
-        ("mish", 2, one, mt.nn.mish, None, torch and torch.nn.functional.mish, jax and jax.nn.mish),
-        ("swiglu", 3, two, mt.nn.swiglu, None, swiglu, jax and (lambda x, y: jax.nn.silu(x) * y)),
-        ("sum", 1, one, mt.sum, lambda x: x.sum(dtype=launch.wide(d)), torch and torch.sum, jnp and jnp.sum),
-    ):
-        peers = {} if theirs is None else {"cupy": on_stream(theirs)}
-        peers |= {} if t is None else t.pair(of_torch)
-        peers |= {} if jax is None else {"jax": jax_peer(jax, of_jax)}
-        yield Row(f"{name}, {label}", sizes * n * d.itemsize, make, of_arrays(ours), peers, 0.9)
-    yield Row(
-        f"swiglu, both ways, {label}",
-        8 * n * d.itemsize,
-        lambda: tuple(m.normal((n,), d) for _ in range(3)),
-        of_arrays(lambda g, x, y: mt.vjp(mt.nn.swiglu, x, y)[1](g)),
-        {} if t is None else {"torch": t.wrap(lambda g, x, y: their_gradients(t, swiglu, g, x, y))},
-    )
-    side = max(1, int(n**0.5) // 32 * 32)
-    label, nbytes = f"{side} x {side} {d.name}", side * side * d.itemsize
-
-    def square() -> tuple[Any, ...]:
-        return (m.normal((side, side), d),)
-
-    for axis, which in ((1, "rows"), (0, "columns")):
-        peers = {"cupy": on_stream(lambda x, axis=axis: xp.cumsum(x, axis=axis, dtype=launch.wide(d)))}
-        peers |= {} if t is None else t.pair(lambda x, axis=axis: torch.cumsum(x, axis))
-        ours = of_arrays(lambda x, axis=axis: mt.cumulative_sum(x, axis=axis))
-        yield Row(f"cumulative_sum of {which}, {label}", 2 * nbytes, square, ours, peers)
-    joined = {} if t is None else t.pair(lambda x: torch.cat([x, x], 1))
-    joined["cupy"] = on_stream(lambda x: xp.concatenate([x, x], axis=1))
-    yield Row(f"concat, {label}", 4 * nbytes, square, of_arrays(lambda x: mt.concat([x, x], axis=1)), joined)
-    spread = mt.compile(lambda x: mt.var(x, axis=1))
-    theirs = {} if t is None else t.pair(lambda x: torch.var(x, 1, correction=0))
-    yield Row(f"variance of rows, compiled, {label}", nbytes, square, of_arrays(spread), theirs)
-    yield Row(
-        f"transpose, {label}",
-        2 * nbytes,
-        square,
-        of_arrays(lambda x: mt.reshape(x.T, (-1,))),
-        {"cupy": on_stream(lambda x: xp.ascontiguousarray(x.T))}
-        | ({} if t is None else t.pair(lambda x: x.T.contiguous())),
-    )
-
-
-def their_gradients(t: Torch, fn: Callable[..., Any], g: Any, *args: Any) -> Any:
-    args = tuple(x.detach().requires_grad_() for x in args)
-    return t.torch.autograd.grad(fn(*args), args, g)
 
 
 def rotary_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], d: np.dtype) -> Iterator[Row]:

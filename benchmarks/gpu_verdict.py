@@ -36,6 +36,19 @@ def judge(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"status": status, "failed": failed, "missed": missed, "dropped": dropped, "not comparable": apart}
 
 
+def goals(result: Mapping[str, Any]) -> str:
+    return ", ".join(f"{t} {MARKS[met]}" for t, met in result["targets"].items())
+
+
+def line_of_host(h: Mapping[str, Any]) -> str:
+    """What a line of the host found."""
+    if "error" in h:
+        return f"{h['name']}: failed ✗: {h['error']}"
+    found = [f"{name} {n:.1f} {unit}" for unit in ("us", "MB") for name, n in h.get(unit, {}).items()]
+    found += [f"{name} failed ✗: {p['error']}" for name, p in h.get("peers", {}).items()]
+    return f"{h['name']}: {', '.join(found)} (targets: {goals(h) or 'none'})"
+
+
 def told(verdict: Mapping[str, Any]) -> list[str]:
     """The judgement as lines."""
     of_all = ("all targets are met", "something failed", "targets are missed or dropped")[verdict["status"]]

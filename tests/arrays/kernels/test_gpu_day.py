@@ -169,7 +169,7 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
         "* dropped: a slow one\n",
         "| softmax | 2.0 | graph | 93% | 90% of the copy ✓ | torch 0.50 |\n",
         "| norm | failed | | | | |\n",
-        "* a + a: ours 7.0 us (CuPy + 2 us ✓)\n* a step: failed\n",
+        "* a + a: ours 7.0 us (targets: CuPy + 2 us ✓)\n* a step: failed ✗: it is wrong\n",
         "a device of the test\n",
     ):
         assert line in text
