@@ -10,9 +10,11 @@
 # GPU_DAY_SECONDS bounds the whole run: parts that no time is left for are named. GPU_DAY_PYTHON is the interpreter.
 set -euo pipefail
 
-PARTS=(config arrays kernels programs transfers meshes nccl calls derivatives layouts benchmark memcheck racecheck)
+PARTS=(config arrays kernels programs transfers meshes nccl training spilling small_calls headers calls derivatives layouts benchmark memcheck racecheck initcheck synccheck)
 LIMIT=540 # seconds of one part
 MOST=$((64 << 20))
+# Of test_kernels.py, what ends under the sanitizer: two dtypes, and no test of 10^6 elements and more (test_small_calls.py has small ones).
+SMALL="(bfloat16 or not float16) and not float64 and not complex and not more_elements and not masks and not current_stream and not large_calls"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 say() { echo "gpu_day: $*" >&2; }
@@ -52,19 +54,21 @@ part() {
     local pytest=("$python" -m pytest -q -p no:cacheprovider --timeout 300 --junitxml "$xml")
     case $name in
     config) command=("$python" benchmarks/gpu_day_report.py config) ;;
-    arrays | kernels | programs | transfers | meshes | nccl) tests=("tests/gpu/test_$name.py") ;;
+    arrays | kernels | programs | transfers | meshes | nccl | training | spilling | small_calls) tests=("tests/gpu/test_$name.py") ;;
+    # Our numbers of the libraries beside those of NVIDIA's wheels, which PyTorch brings with it.
+    headers) tests=(tests/gpu/contract/test_contract.py tests/gpu/contract/test_attention_by_cudnn.py -m "slow or not slow" -k "numbers_are_those or plans") ;;
     calls | derivatives | layouts) tests=(tests/gpu/test_every_op.py -k "test_$name") ;;
     benchmark) command=("$python" benchmarks/gpu.py --quick --json "$out/parts/benchmark.rows.json") ;;
-    memcheck | racecheck)
+    memcheck | racecheck | initcheck | synccheck)
         if ! command -v compute-sanitizer >/dev/null; then
             "$python" benchmarks/gpu_day_report.py skip "$out" "$name" "compute-sanitizer is not on the path" && return
         fi
-        # Without CuPy's pool, whose blocks would hide what is read or written beside an array.
+        # Without CuPy's pool, whose blocks would hide what is read or written beside an array, and what no one wrote.
         pytest=(compute-sanitizer --tool "$name" --error-exitcode 86 --target-processes all "${pytest[@]}" -p gpu_day_plain_memory)
-        tests=(tests/gpu/test_kernels.py)
+        tests=(tests/gpu/test_kernels.py tests/gpu/test_small_calls.py -k "$SMALL")
         ;;
     esac
-    if [[ " calls derivatives layouts " == *" $name "* ]] && (($(nproc) >= 8)); then
+    if [[ " calls derivatives layouts memcheck racecheck initcheck synccheck " == *" $name "* ]] && (($(nproc) >= 8)); then
         tests+=(-n 8) # most of the time is the compiler's
     fi
     if ((${#tests[@]})); then
@@ -75,6 +79,10 @@ part() {
     local began=$SECONDS
     # First as by Ctrl-C, after which pytest still writes what it has.
     timeout -s INT -k 20 "$left" "${command[@]}" >"$log" 2>&1 || status=$?
+    # The status of a worker process of the tests is not that of the tests: the sanitizer's words count, and their absence.
+    if [[ $name == *check && $status == 0 ]] && { ! grep -q "SUMMARY: 0" "$log" || grep -q "SUMMARY: [1-9]" "$log"; }; then
+        status=86
+    fi
     "$python" benchmarks/gpu_day_report.py note "$out" "$name" "$status" $((SECONDS - began)) "$left" "${command[*]}"
 }
 
@@ -101,7 +109,7 @@ run() {
     cd "$work"
     for name in "${chosen[@]}"; do
         case $name in
-        arrays | kernels | programs | transfers | meshes | nccl | calls | derivatives | layouts) ;;
+        arrays | kernels | programs | transfers | meshes | nccl | training | spilling | small_calls | headers | calls | derivatives | layouts) ;;
         *) wait ;; # times, and what the sanitizer says, are of a device without other work
         esac
         local left=$((end - SECONDS))

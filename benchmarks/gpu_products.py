@@ -78,7 +78,7 @@ def float8_rows(m: Maker, t: Torch | None, side: int, d: np.dtype) -> Iterator[R
     of_float8 = 448.0  # the largest number of float8_e4m3fn
 
     def rounded(x: Any, scale: Any) -> Any:
-        return (x / scale).clamp(-of_float8, of_float8).to(t.torch.float8_e4m3fn)
+        return (x.float() / scale).clamp(-of_float8, of_float8).to(t.torch.float8_e4m3fn)
 
     def theirs(x: Any, y: Any, scale: float | None = None) -> Any:
         one = t.torch.ones((), device=x.device)
