@@ -13,8 +13,8 @@ set -euo pipefail
 PARTS=(config arrays kernels programs transfers meshes nccl training spilling small_calls headers calls derivatives layouts benchmark memcheck racecheck initcheck synccheck)
 LIMIT=540 # seconds of one part
 MOST=$((64 << 20))
-# Of test_kernels.py, what ends under the sanitizer: two dtypes, and no test of 10^6 elements and more (test_small_calls.py has small ones).
-SMALL="(bfloat16 or not float16) and not float64 and not complex and not more_elements and not masks and not current_stream and not large_calls"
+# Of test_kernels.py, what ends under the sanitizer: our own kernels, of two dtypes, and no test of 10^6 elements and more (test_small_calls.py has small ones).
+SMALL="(bfloat16 or not float16) and not float64 and not complex and not more_elements and not masks and not current_stream and not large_calls and not convolutions and not cudnn"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 say() { echo "gpu_day: $*" >&2; }
@@ -69,7 +69,7 @@ part() {
         ;;
     esac
     if [[ " calls derivatives layouts memcheck racecheck initcheck synccheck " == *" $name "* ]] && (($(nproc) >= 8)); then
-        tests+=(-n 8) # most of the time is the compiler's
+        tests+=(-n 8 --dist load) # most of the time is the compiler's; by default a file is one process's
     fi
     if ((${#tests[@]})); then
         command=("${pytest[@]}" "${tests[@]}")
