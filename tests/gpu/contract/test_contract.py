@@ -220,6 +220,10 @@ def test_the_benchmark_runs_and_judges_itself(sweep: Sweep, tmp_path_factory: py
     assert (norm["met"], norm["targets"]["85% of the copy"]) == (False, False)  # whatever the fake's events say
     assert norm["targets"]["at most 1.00 of torch"] is None
     assert f"{norm['name']}: 85% of the copy" in found["whole"]["verdict"]["missed"]
+    assert found["ended"]["verdict"]["failed"][:2] == [
+        "the clock was not checked",
+        "stopped: IndexError: list index out of range",
+    ]
     checked = {c["name"]: c["ok"] for c in found["whole"]["checks"]}
     assert checked["a copy by a graph over one by events"]
     assert not checked["16 copies in a graph over 8"]  # its events are always 1 ms apart
