@@ -16,8 +16,8 @@ import numpy as np
 
 from ..core import devices as core_devices
 from ..core.devices import CPU, Device, device
-from ..core.dispatch import Deferred, as_floats, register_backends, register_gpu
-from ..core.dtypes import FIRST_USER_DTYPE, numpy_form
+from ..core.dispatch import Deferred, register_backends, register_gpu
+from ..core.dtypes import FIRST_USER_DTYPE, as_floats, numpy_form
 from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op

@@ -16,14 +16,13 @@ import numpy as np
 
 from .array import Array, ids
 from .devices import Device
-from .dtypes import FIRST_USER_DTYPE, OF_SHORT, is_low_precision, numpy_form
+from .dtypes import FIRST_USER_DTYPE, OF_SHORT, as_floats, is_low_precision, numpy_form
 from .errors import (
     ConcurrentWriteError,
     DeviceError,
     DTypeError,
     GradientError,
     MeshtapeError,
-    NumberRangeError,
     OutOfMemory,
     TracedValueError,
     type_of_ours,
@@ -342,16 +341,6 @@ def _scalar_dtype(args: tuple[Any, ...]) -> np.dtype | None:
         return None
     floats = {b.dtype for b in args if type(b) is Array and b.dtype.kind not in "biu"}
     return None if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args) else a._buf.dtype
-
-
-def as_floats(value: Any) -> Any:
-    """A Python integer beyond 64 bits as the float that it is among floats; anything else as it is."""
-    if type(value) is not int or -(2**63) <= value < 2**63:
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        raise NumberRangeError(f"an integer of {value.bit_length()} bits is out of the range of floats") from None
 
 
 def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...]:

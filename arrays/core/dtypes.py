@@ -19,7 +19,7 @@ import numpy as np
 
 from .array import Array
 from .dtype_objects import BY_NAME, DType
-from .errors import ArgumentError, DTypeError
+from .errors import ArgumentError, DTypeError, NumberRangeError
 
 
 def _named(names: str) -> tuple[np.dtype, ...]:
@@ -237,6 +237,17 @@ def is_low_precision(dtype: np.dtype) -> bool:
 # ----- ufuncs of short floats on a CPU --------------------------------------------------------------------------------
 # The loops that ml_dtypes registers go number by number, and take two to twenty times as long as those of wider floats.
 # NumPy casts a block of operands, computes it, and rounds the results to where they belong: no wide array is made.
+
+
+def as_floats(value: Any) -> Any:
+    """A Python integer beyond 64 bits as the float that it is among floats; anything else as it is."""
+    if type(value) is not int or -(2**63) <= value < 2**63:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise NumberRangeError(f"an integer of {value.bit_length()} bits is out of the range of floats") from None
+
 
 # Exact in float32, or so near that any loop rounds to the same number.
 _EXACT = "add subtract multiply divide remainder maximum minimum square reciprocal sqrt floor ceil trunc rint"

@@ -19,7 +19,6 @@ from ..core.dispatch import (
     Deferred,
     NotNumbers,
     apply,
-    as_floats,
     has_history,
     made,
     number,
