@@ -26,7 +26,7 @@ from ..core.dispatch import (
     register_asarray,
     wrap,
 )
-from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
+from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, as_floats, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
 from ..core.op import device_beside, move, state
 from ..core.shape_rules import as_shape
