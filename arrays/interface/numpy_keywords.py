@@ -22,7 +22,7 @@ from ..core.dispatch import Symbol
 from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
 from ..core.op import call_beside
 from ..ops import element_rows
-from ..ops.creation import key_beside
+from ..random.keys import key_beside
 from .methods import FUNCTIONS
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_function, array_ufunc
 

@@ -20,11 +20,12 @@ from ..core.op import Op, composite
 from ..core.shape_rules import same
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
-from ..ops.creation import asarray, key_beside, wrap_same
+from ..ops.creation import asarray, wrap_same
 from ..ops.manipulation import astype, reshape
 from ..ops.param_kinds import BLOCK, FRACTION
 from ..random import bit_transforms as recipes
 from ..random.draw import as_key, by_sample
+from ..random.keys import key_beside
 from ..random.philox import draw
 
 

@@ -28,7 +28,7 @@ from ..core.dispatch import (
 )
 from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, as_floats, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
-from ..core.op import device_beside, move, state
+from ..core.op import move, state
 from ..core.shape_rules import as_shape
 from .elementwise import ALIAS, FULL_LIKE
 from .elementwise import where as select
@@ -264,14 +264,6 @@ def ordered(name: str, x: Any) -> Array:
 def beside(x: Array) -> Device | None:
     """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
     return None if isinstance(x._buf, Deferred) and x._buf.memory is None else x.device
-
-
-def key_beside(key: Any, *arrays: Any) -> Any:
-    """A random key in host memory, on the GPU of the arrays that it draws for. It is 16 bytes, and its bits are the
-    same anywhere."""
-    if type(key) is Array and type(key._buf) is np.ndarray and (where := device_beside(arrays, None)) is not None:
-        return key.to_device(where)
-    return key
 
 
 def as_arrays(*values: Any) -> list[Array]:

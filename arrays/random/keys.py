@@ -12,7 +12,7 @@ from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, ShapeDtype
+from ..core.op import Op, ShapeDtype, device_beside
 from ..kernels import philox as kernels
 from ..ops.creation import placed
 from ..ops.manipulation import permute_dims
@@ -23,6 +23,14 @@ from .philox import philox4x64, words
 
 # The counter's last word keeps draws (0) apart from the words that new keys are made of.
 _SPLITS, _FOLDS, _NAMES = 1, 2, 3
+
+
+def key_beside(key: Any, *arrays: Any) -> Any:
+    """A random key in host memory, on the GPU of the arrays that it draws for. It is 16 bytes, and its bits are the
+    same anywhere."""
+    if type(key) is Array and type(key._buf) is np.ndarray and (where := device_beside(arrays, None)) is not None:
+        return key.to_device(where)
+    return key
 
 
 def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
