@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import platform
 import re
@@ -116,7 +117,7 @@ def missing() -> str | None:
         version = metadata.version("cupy-cuda13x")
     except metadata.PackageNotFoundError:
         return "cupy-cuda13x is not installed: the dependency group cuda-check has it"
-    return None if version.startswith("14.") else f"written for CuPy 14 for CUDA 13, here is {version}"
+    return None if version.startswith("14.2.") else f"written for CuPy 14.2 for CUDA 13, here is {version}"
 
 
 def site(path: str) -> str:
@@ -197,6 +198,17 @@ def build(folder: Path) -> None:
         versions = folder / f"{prefix}.map"
         versions.write_text(f"{target} {{ global: *; }};\n")
         compiled(target, source, f"-Wl,--version-script={versions}")
+
+
+def answer(folder: Path, name: str, argument: str = "") -> Any:
+    """What a sweep answers, run in a process of its own over the fake that :func:`build` made in ``folder``."""
+    env = {k: v for k, v in os.environ.items() if k not in (VALUES, "MESHTAPE_EMULATED_GPU")}
+    env |= {BUILD: str(folder), "CUPY_CACHE_DIR": str(folder / "cupy")}
+    command = [sys.executable, str(HERE / "sweeps.py"), name, argument]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the sweep {name} did not end: rc {done.returncode}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout)
 
 
 # ----- the process that runs CuPy -------------------------------------------------------------------------------------
@@ -342,6 +354,16 @@ class FakeCuda:
 
 
 def counts(calls: list[tuple[str, int, int]]) -> Counter[str]:
-    """How many of each kind: launches (those of libraries too), copies to the host and from it, waits."""
+    """How many of each kind: launches (those of libraries too), fills of memory, which are among these, copies to the
+    host and from it, waits."""
     plain = {"launch", "graph", "h2d", "d2h", "d2d", "wait", "malloc", "order", "record"}
-    return Counter(what if what in plain else "launch" for what, _, _ in calls)
+    found = Counter(what if what in plain else "launch" for what, _, _ in calls)
+    found["memset"] = sum(what == "memset" for what, _, _ in calls)
+    return found
+
+
+def cost(n: Counter[str]) -> str:
+    """What is counted, as the budgets write it: launches, and what is not zero of copies, fills and waits."""
+    others = {"up": "h2d", "down": "d2h", "copy": "d2d", "fill": "memset", "wait": "wait"}
+    launches = n["launch"] + n["graph"]
+    return " ".join([str(launches), *(f"{n[kind]}{word}" for word, kind in others.items() if n[kind])])

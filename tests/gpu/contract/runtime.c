@@ -180,8 +180,8 @@ int fake_cudaMemcpy(void *to, const void *from, u n, int kind) {
     return fake_cudaMemcpyAsync(to, from, n, kind, 0);
 }
 int fake_cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, u n, u s) { return fake_cudaMemcpyAsync(to, from, n, 3, s); }
-int fake_cudaMemset(void *p, int v, u n) { memset(p, v, n); return 0; }
 int fake_cudaMemsetAsync(void *p, int v, u n, u s) {
+    note("memset", s, n);
     if (captured(s)) {
         node *x = append(((stream *)s)->made, 0);
         x->to = p, x->value = v, x->n = n;
@@ -189,6 +189,7 @@ int fake_cudaMemsetAsync(void *p, int v, u n, u s) {
         memset(p, v, n);
     return 0;
 }
+int fake_cudaMemset(void *p, int v, u n) { return fake_cudaMemsetAsync(p, v, n, 0); }
 struct attributes { int type, device; void *on_device, *on_host; };
 int fake_cudaPointerGetAttributes(struct attributes *a, void *p) {
     *a = (struct attributes){2, device, p, 0};
