@@ -1291,20 +1291,33 @@ def _of_arguments() -> dict[str, str]:
     cp, x = FAKE.cupy, FAKE.cupy.ones((4, 6), np.float32)
     code = """
     typedef float T;
+    template <class A> struct Pair { A first, second; };
     template <typename W, int N> __global__ void __launch_bounds__(N) of(int n, const W w, T* x) {}
+    template <typename W> __global__ void more(const void* a, const Pair<W>* b, const bfloat16 *c) {}
     extern "C" __global__ void one(const CArray<T, 2, 1, 1> x, const bool b) {}
     """
 
-    module = FAKE.arguments.Module(code, ("of<double, 32>",))
+    module = FAKE.arguments.Module(code, ("of<double, 32>", "more<double>"))
     module.load(b"nothing")
 
     def launch(name: str, *args: Any) -> str:
         return text_of(lambda: module.get_function(name).look(args))
 
-    truth, short = np.bool_(True), cp.ones((4, 6), np.float16)
+    truth, short, wide = np.bool_(True), cp.ones((4, 6), np.float16), cp.ones(4)
+    two, nothing = cp.ones(4, mt.bfloat16), mt.arrays.kernels.launch.NOTHING
+    nowhere = cp.ndarray(4, np.float32, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(0, 0, x, 0), 0))
     return {
         "right": launch("t0", np.int32(1), 2.0, x),
         "right, of CuPy": launch("one", x, truth),
+        "right, of pairs": launch("t1", short, wide, two),
+        "right, of nothing": launch("t1", nothing, np.uint64(wide.data.ptr), two[:0]),
+        "a pointer at shorter numbers": launch("t0", np.int32(1), 2.0, short),
+        "a pointer at integers": launch("t0", np.int32(1), 2.0, cp.ones(4, np.int32)),
+        "a pointer at the other short float": launch("t1", x, wide, short),
+        "pairs of shorter numbers": launch("t1", x, x, two),
+        "an array at no address": launch("t0", np.int32(1), 2.0, nowhere),
+        "an address of none": launch("t0", np.int32(1), 2.0, np.uint64(0)),
+        "a float for an integer": launch("t0", np.float32(1), 2.0, x),
         "one is missing": launch("t0", np.int32(1), 2.0),
         "one more": launch("one", x, truth, x),
         "a longer number": launch("t0", np.int64(1), 2.0, x),
