@@ -80,7 +80,6 @@ WRITES = {
     r"cublasLtMatmulAlgoGetHeuristic": "i9=1",
     r"cusolverGetProperty": "i1=12",
     r"cublasgetrsBatched": "i9=0",
-    r"cublasCreate_v2|cusolver\w+Create\w*|cusparseCreate": "u0=119",
     r"cufftCreate": "i0=5",
     r"cufftMakePlan1d": "u4=0",
     r"cufftMakePlanMany": "u11=0",
@@ -141,13 +140,17 @@ def _entry(name: str) -> str:
         return f"u {name}(void) {{ return 92801; }}"
     if name == "cudnnGetErrorString":
         return f'const char *{name}(int status) {{ return "an error of the fake cuDNN"; }}'
-    if name == "cudnnCreate":  # the handle points at its stream
+    if re.fullmatch(r"(cublas|cudnn|curand|cusolver|cusparse)\w*Create(_v2|Generator|Params|\w+Info)?", name):
+        # A handle points at its stream.
         return f"int {name}(u *handle) {{ *handle = (u)calloc(1, 8); return 0; }}"
-    if name == "cudnnSetStream":
+    if name == "cufftSetStream":  # of plans, which are numbers
+        return f"int {name}(int plan, u stream) {{ of_plan = stream; return 0; }}"
+    if "SetStream" in name:
         return f"int {name}(u *handle, u stream) {{ *handle = stream; return 0; }}"
     plain = re.sub(r"^(cublas|cusolverDn)[SDCZ][SDCZHXYK]?(?=[a-z])", r"\1", name)
     words = ", ".join(f"a{i}" for i in range(24))
-    lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
+    stream = "of_plan" if name.startswith("cufft") else "*(u*)a0"
+    lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", {stream}, 0);']
     if name == "cublasLtMatmul":
         lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call("cublasLt", "", a15, (u[]){{{words}}});']
     if name.startswith(("cudnnConvolution", "cudnnBackend")):
@@ -192,7 +195,7 @@ def build(folder: Path) -> None:
         source = folder / f"{prefix}.c"
         head = (
             "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
-            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\n"
+            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\nstatic u of_plan;\n"
         )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"

@@ -1481,17 +1481,41 @@ def _of_waits() -> dict[str, list[int]]:
     }
 
 
+def _by_libraries(x: Any, image: Any, kernel: Any) -> Any:
+    """A value and gradients by cuSOLVER, cuBLAS, cuFFT and cuDNN, reductions by cub, and sorts."""
+
+    def loss(x: Any, kernel: Any) -> Any:
+        spectrum = mt.real(mt.fft.fft(mt.linalg.solve(x, mt.sort(x, axis=0))))
+        return mt.sum(mt.nn.conv2d(image, kernel)) + mt.sum(spectrum @ x) + mt.linalg.svd(x)[1][0] + mt.max(x)
+
+    return loss(x, kernel), mt.grad(loss, argnums=(0, 1))(x, kernel), mt.linalg.eigh(x)
+
+
 def _of_streams() -> dict[str, Any]:
-    """Of a step, plain and compiled, under a stream that is not the default one: where its launches and copies went."""
-    given = mt.tree_map(lambda a: a.to_device("cuda:0"), _layer_arguments())
-    out = {}
-    for name, fn in (("plain", _layers), ("compiled", mt.compile(_layers))):
-        fn(*given)
-        with FAKE.cupy.cuda.Stream(non_blocking=True) as stream, FAKE.calls() as made:
-            float(fn(*given)[0])
-        used = {s for what, s, _ in made if what in ("launch", "h2d", "d2h", "d2d")}
-        out[name] = [len([1 for what, *_ in made if what == "launch"]) > 4, used == {stream.ptr}]
-    return out
+    """Of steps, plain, compiled and as graphs, under a stream that is not the default one: what they launch of
+    libraries, and what went to another stream."""
+    decoder, args = _decoder()
+    experts = _decoder(experts=mt.models.moe.Config(4, 2, capacity_factor=None, aux_weight=0.1))
+    images = mt.ones((2, 3, 6, 6)), mt.ones((4, 3, 3, 3))
+    made = {"layers": (_layers, _layer_arguments()), "decoder": (decoder, args), "experts": experts}
+    made |= {
+        "decoder, bfloat16": (decoder, (*_short(args[0])[1:], args[2])),
+        "libraries": (_by_libraries, (mt.eye(4), *images)),
+    }
+    out: dict[str, Any] = {"off": {}, "libraries": set()}
+    for name, (step, host) in made.items():
+        given = mt.tree_map(lambda a: a.to_device("cuda:0"), host)
+        ways = {"plain": step, "compiled": mt.compile(step), "graph": mt.compile(step, cuda_graph=True)}
+        for way, fn in ways.items():
+            fn(*given)
+            with FAKE.cupy.cuda.Stream(non_blocking=True) as stream, FAKE.calls() as calls:
+                fn(*given)
+            where = Counter((what, at) for what, at, _ in calls if what not in ("malloc", "order", "record"))
+            out["libraries"] |= {what for what, _ in where}
+            off = [f"{n} of {what}" for (what, at), n in where.items() if at != stream.ptr]
+            if off or not where:
+                out["off"][f"{name}, {way}"] = off
+    return {"off": out["off"], "launched": sorted(out["libraries"])}
 
 
 def _of_capture() -> dict[str, Any]:
