@@ -71,8 +71,8 @@ class Parameter(NamedTuple):
 
 
 def _dtype(a: Any) -> str:
-    """Of a value that is not an array."""
-    return np.dtype(getattr(a, "dtype", type(a))).name
+    """Of a value that is not an array; an address is a number, too."""
+    return "uint64" if isinstance(a, cupy.cuda.MemoryPointer) else np.dtype(getattr(a, "dtype", type(a))).name
 
 
 def _is_null(a: Any) -> bool:
@@ -81,7 +81,8 @@ def _is_null(a: Any) -> bool:
 
     if isinstance(a, cupy.ndarray):
         return a.data.ptr == 0 and a.size > 0
-    return type(a) is np.uint64 and a == 0 and a is not NOTHING
+    address = a.ptr if isinstance(a, cupy.cuda.MemoryPointer) else a if type(a) is np.uint64 else 1
+    return address == 0 and a is not NOTHING
 
 
 def _kind(a: Any) -> Any:
@@ -143,7 +144,8 @@ def _parameter(text: str, words: dict[str, str], source: str, untyped: bool) -> 
     if text.endswith("[]"):  # of pointers
         return Parameter("pointer", "uint64")
     if m := re.match(r"(.+?)\s*\*", of):
-        return Parameter("pointer", ANY if untyped or m[1] == "void" else _of_type(m[1], words, source))
+        untyped = untyped or m[1] in ("void", "uint4")  # which is a vector, to move memory by
+        return Parameter("pointer", ANY if untyped else _of_type(m[1], words, source))
     return Parameter("value", _of_type(of, words, source))
 
 

@@ -140,7 +140,7 @@ def _entry(name: str) -> str:
         return f"u {name}(void) {{ return 92801; }}"
     if name == "cudnnGetErrorString":
         return f'const char *{name}(int status) {{ return "an error of the fake cuDNN"; }}'
-    if re.fullmatch(r"(cublas|cudnn|curand|cusolver|cusparse)\w*Create(_v2|Generator|Params|\w+Info)?", name):
+    if re.fullmatch(r"(cublas(?!Lt)|cudnn|curand|cusolver|cusparse)\w*Create(_v2|Generator|Params|\w+Info)?", name):
         # A handle points at its stream.
         return f"int {name}(u *handle) {{ *handle = (u)calloc(1, 8); return 0; }}"
     if name == "cufftSetStream":  # of plans, which are numbers

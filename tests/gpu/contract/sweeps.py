@@ -1525,6 +1525,18 @@ def _of_capture() -> dict[str, Any]:
 
     cp, graphs, x = FAKE.cupy, CudaGraphs(0), mt.ones((4, 4))._buf
 
+    def recorded() -> Any:
+        event = cp.cuda.Event()
+        event.record()
+        return event
+
+    def ignored() -> Any:
+        with contextlib.suppress(cp.cuda.runtime.CUDARuntimeError):
+            cp.cuda.Device().synchronize()
+        return x + x
+
+    before = recorded()
+
     def captured(fn: Callable[[], Any]) -> str:
         with graphs.apart():
             try:
@@ -1539,6 +1551,13 @@ def _of_capture() -> dict[str, Any]:
         "a product of CuPy's": captured(lambda: x @ x),
         "a value": captured(lambda: float(x[0, 0])),
         "a solution": captured(lambda: cp.linalg.solve(x, x)),
+        "a wait for the device": captured(cp.cuda.Device().synchronize),
+        "a wait for an event of its own": captured(lambda: recorded().synchronize()),
+        "a question to an event of its own": captured(lambda: recorded().done),
+        "a wait for an event of before": captured(before.synchronize),
+        "work behind an event of before": captured(lambda: cp.cuda.get_current_stream().wait_event(before)),
+        "work behind an event of its own": captured(lambda: cp.cuda.get_current_stream().wait_event(recorded())),
+        "what is left of a refusal that is not told": captured(ignored),
         "a sum of two, again": captured(lambda: x + x),
     }
     with graphs.apart():
