@@ -346,6 +346,17 @@ class FakeCuda:
                 out.append((c.what.decode(), c.stream, c.size))
 
     @contextmanager
+    def free_memory(self, size: int) -> Iterator[None]:
+        """So many bytes of the current device are free, beside those that are in use."""
+        limit = ctypes.c_uint64.in_dll(self._driver, "limit")
+        before, free = limit.value, self.cupy.cuda.runtime.memGetInfo()[0]
+        limit.value = before - free + size
+        try:
+            yield
+        finally:
+            limit.value = before
+
+    @contextmanager
     def memory_of(self, byte: int) -> Iterator[None]:
         """New memory is full of this byte, and so is each result of a kernel: with 1, every truth is true."""
         fill = ctypes.c_int.in_dll(self._driver, "fill")

@@ -1031,7 +1031,39 @@ def donated(_: str) -> dict[str, Any]:
     bundle.spill(memory_of("cuda:0"))
     out["with a spilled block"] = [loop.step(), loop.step()]
     out["the block"] = bool(np.array_equal(bundle.slots[0][0], before))
+    out["short memory"] = _short_memory()
     return out | {"failures": FAKE.libraries.failures}
+
+
+def _short_memory() -> dict[str, Any]:
+    """Steps with AdamW on a mesh of one GPU, with memory for all of it, and for six tenths of the state: whether the
+    bits are alike, and how often a block is moved to the host and back."""
+    rng, update = np.random.default_rng(0), mt.optim.adamw(1e-2)
+    # The least workspace of a product is a megabyte.
+    hosts = [rng.standard_normal((256, 256)).astype(np.float32) for _ in range(8)]
+
+    def loss(ws: Any) -> Any:
+        return mt.mean(functools.reduce(lambda x, w: mt.tanh(x @ w), ws[1:], ws[0][:2]))
+
+    def step(ws: Any, slots: Any) -> Any:
+        value, grads = mt.value_and_grad(loss)(ws)
+        return value, *update.update(ws, grads, slots)
+
+    def trained(free: int) -> tuple[list[np.ndarray], list[int]]:
+        FAKE.cupy.get_default_memory_pool().free_all_blocks()
+        with mt.Mesh({"data": 1}, device="cuda") as mesh, FAKE.free_memory(free), FAKE.calls() as made:
+            ws = [mt.distribute(w, mesh) for w in hosts]
+            slots, run = update.init(ws), mt.compile(step)
+            for _ in range(2):
+                value, ws, slots = run(ws, slots)
+            found = [np.asarray(a) for a in (value, *ws)]
+        n = fake_cuda.counts(made)
+        return found, [n["d2h"], n["h2d"]]
+
+    gc.freeze()  # CuPy collects garbage before it gives up, some hundred times here
+    (want, plenty), (got, short) = (trained(size) for size in (1 << 30, 6 * 3 * 8 * hosts[0].nbytes // 10))
+    gc.unfreeze()
+    return {"alike": all(map(np.array_equal, got, want)), "copies": [plenty, short]}
 
 
 # ----- promises, one by one -------------------------------------------------------------------------------------------

@@ -464,6 +464,14 @@ def test_blocks_of_workers_keep_their_values_until_they_are_spilled(donated: dic
     assert donated["the block"]
 
 
+def test_blocks_of_a_mesh_leave_a_device_that_is_full(donated: dict[str, Any]) -> None:
+    """For the host, with memory for six tenths of a state: the step has the same bits."""
+    found = donated["short memory"]
+    assert found["alike"]
+    assert [copies > 50 for copies in found["copies"][1]] == [True, True]
+    assert [copies < 20 for copies in found["copies"][0]] == [True, True]
+
+
 def test_what_a_graph_was_given_is_gone(donated: dict[str, Any]) -> None:
     assert len(donated["gone"]) == 8
     told = r"DonatedArrayError: .*float32\[16,8\].* was given up to _momentum"
