@@ -1365,6 +1365,7 @@ def _of_arguments() -> dict[str, str]:
 def _of_complex() -> dict[str, list[str]]:
     """What normalises or compares real numbers alone says of complex ones, on a GPU and on a CPU."""
     z, half, labels, w = np.ones((4, 6), np.complex64), np.ones((4, 3)), np.asarray([0, 1, 2, 0]), np.ones(6)
+    cube = np.ones((2, 6, 6))
     calls: dict[str, Callable[[Any], Any]] = {
         "softmax": mt.nn.softmax,
         "log_softmax": mt.nn.log_softmax,
@@ -1376,6 +1377,9 @@ def _of_complex() -> dict[str, list[str]]:
         "cross_entropy": lambda z: mt.nn.cross_entropy(z, labels),
         "linear_cross_entropy": lambda z: mt.nn.linear_cross_entropy(z, z.T, labels),
         "rotary_embedding": lambda z: mt.nn.rotary_embedding(z, half, half),
+        "add_layer_norm": lambda z: mt.nn.add_layer_norm(z, z, 6),
+        "add_rms_norm": lambda z: mt.nn.add_rms_norm(z, z, 6),
+        "experts": lambda z: mt.nn.experts(z, labels[:, None] % 2, half[:, :1], gate=cube, up=cube, down=cube),
         "attention": lambda z: mt.nn.scaled_dot_product_attention(z, z, z),
     }
     return {
