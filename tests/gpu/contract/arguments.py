@@ -8,7 +8,9 @@ where an address is null that is not said to be nothing.
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,12 +79,10 @@ def _dtype(a: Any) -> str:
 
 def _is_null(a: Any) -> bool:
     """Whether it is an address of no memory, though elements should be there."""
-    from meshtape.arrays.kernels.launch import NOTHING  # which is imported after the fake is there
-
     if isinstance(a, cupy.ndarray):
         return a.data.ptr == 0 and a.size > 0
     address = a.ptr if isinstance(a, cupy.cuda.MemoryPointer) else a if type(a) is np.uint64 else 1
-    return address == 0 and a is not NOTHING
+    return address == 0 and a is not sys.modules["meshtape.arrays.kernels.launch"].NOTHING
 
 
 def _kind(a: Any) -> Any:
@@ -114,6 +114,7 @@ def _within(text: str, start: int) -> str:
     raise Misfit("a source without an end")
 
 
+@functools.cache
 def signature(source: str, name: str) -> list[Parameter]:
     """The parameters of a kernel, or of an instance of a template."""
     kernel, _, arguments = name.removesuffix(">").partition("<")

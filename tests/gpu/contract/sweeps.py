@@ -1749,6 +1749,7 @@ def kernels(cache: str) -> dict[str, str]:
 if __name__ == "__main__":
     out = sys.stdout
     sys.stdout = sys.stderr
+    gc.freeze()  # modules are no garbage
     sweep = functools.partial(globals()[sys.argv[1]], *sys.argv[2:])
     if FAKE.kernels is not None:
         FAKE.kernels.compile(_asked_by(sweep))
