@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core import devices as core_devices
 from ..core.devices import CPU, Device, device
-from ..core.dispatch import Deferred, register_backends, register_gpu
+from ..core.dispatch import Deferred, as_floats, register_backends, register_gpu
 from ..core.dtypes import FIRST_USER_DTYPE, numpy_form
 from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
@@ -66,6 +66,9 @@ class NumPyBackend:
         return buf
 
 
+_COMPARISONS = frozenset({"equal", "not_equal", "less", "less_equal", "greater", "greater_equal"})
+
+
 class CuPyBackend:
     """Buffers are ``cupy.ndarray``; each op runs on the device of its first array and on that device's current
     stream."""
@@ -98,6 +101,15 @@ class CuPyBackend:
         except (ValueError, MemoryError) as e:
             self.explain(e)
             raise
+        except OverflowError:  # of a Python integer beyond 64 bits, which CuPy does not take
+            whole = all(b.dtype.kind in "biu" for b in bufs if isinstance(b, array))
+            floats = [as_floats(b) for b in bufs]
+            far = [i for i, (f, b) in enumerate(zip(floats, bufs, strict=True)) if f is not b]
+            if not far or (whole and op.name not in _COMPARISONS):
+                raise
+            for i in far if whole else ():  # all integers of arrays are less, or greater
+                floats[i] *= np.inf
+            return self.run(op, floats, params)
         if op.nout == 1:
             return (out if type(out) is array or isinstance(out, Deferred) else self.xp.asarray(out),)
         return tuple([o if type(o) is array else self.xp.asarray(o) for o in out])
@@ -134,7 +146,7 @@ class CuPyBackend:
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""
         self.check(where)
-        fill = dtype
+        fill, value = dtype, as_floats(value) if dtype.kind not in "biu" else value
         if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register, but their bits
             value, fill = np.asarray(value, dtype), np.dtype(np.uint16)
             if dtype.itemsize != 2 or value.ndim:

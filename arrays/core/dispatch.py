@@ -23,11 +23,12 @@ from .errors import (
     DTypeError,
     GradientError,
     MeshtapeError,
+    NumberRangeError,
     OutOfMemory,
     TracedValueError,
     type_of_ours,
 )
-from .op import NO_PARAMS, OPS, Op, ShapeDtype, not_recording, state
+from .op import NO_PARAMS, OPS, Op, ShapeDtype, device_of_buffer, not_recording, state
 from .program import Const, ProgramHost, Site
 
 compiled: Any
@@ -140,6 +141,7 @@ def register_gpu(backend: Any, array: type) -> None:
     """Called when the first GPU is used, with the backend of all of them and the type of its buffers."""
     global _gpu, _gpu_array
     _gpu, _gpu_array = backend, array
+    device_of_buffer[array] = backend.device_of
 
 
 def register_backends(fn: Callable[[Any], Any]) -> None:
@@ -249,7 +251,7 @@ def _on_one_gpu(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[Any], 
         if dtype is None:
             return None if buf is None or buf.dtype.num >= FIRST_USER_DTYPE else (args, bufs, bufs)
         # A number of this dtype among the arguments of a kernel: an array would be one more launch, to fill it.
-        strong = [np.asarray(b, dtype)[()] if type(b) in _REAL_SCALARS else b for b in bufs]
+        strong = [np.asarray(as_floats(b), dtype)[()] if type(b) in _REAL_SCALARS else b for b in bufs]
         told = [float(s) if type(b) in _REAL_SCALARS else b for s, b in zip(strong, bufs, strict=True)]
         args = tuple([t if type(a) in _REAL_SCALARS else a for t, a in zip(told, args, strict=True)])
         return args, told, strong
@@ -342,6 +344,16 @@ def _scalar_dtype(args: tuple[Any, ...]) -> np.dtype | None:
     return None if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args) else a._buf.dtype
 
 
+def as_floats(value: Any) -> Any:
+    """A Python integer beyond 64 bits as the float that it is among floats; anything else as it is."""
+    if type(value) is not int or -(2**63) <= value < 2**63:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise NumberRangeError(f"an integer of {value.bit_length()} bits is out of the range of floats") from None
+
+
 def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, those scalars as arrays."""
     dtype = _scalar_dtype(args)
@@ -349,7 +361,9 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     device = next(a.device for a in args if type(a) is Array and a._buf.dtype == dtype)
     where = device if isinstance(device, Device) else None
-    return tuple(_asarray(np.asarray(b, dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
+    return tuple(
+        _asarray(np.asarray(as_floats(b), dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args
+    )
 
 
 def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
@@ -398,7 +412,7 @@ def coerce(op: Op, a: Any, device: Any = None) -> Any:
         return a
     if isinstance(a, np.ndarray | np.generic | list | tuple):
         return _asarray(a, device=device)
-    if hasattr(a, "__cuda_array_interface__"):
+    if hasattr(t, "__cuda_array_interface__"):
         return _asarray(a)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):

@@ -50,6 +50,8 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
             key.append(slice(*p))
         elif isinstance(p, Slot):
             a = arrays[p.n]
+            if isinstance(a, np.ndarray) and a.dtype == np.uint64 and a.size and (most := int(a.max())) >= 2**63:
+                raise ArrayIndexError(f"index {most} is out of bounds: NumPy would wrap it around")
             # CuPy computes places in the dtype of the index, which a short one cannot hold.
             key.append(a if isinstance(a, np.ndarray) or a.dtype.kind == "b" else a.astype(np.int64, copy=False))
         else:

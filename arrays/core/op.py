@@ -301,18 +301,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+device_of_buffer: dict[type, Callable[[Any], Any]] = {}
+"""By the type of a GPU's buffers, once one is used, the function that gives their device."""
+
+
 def device_beside(args: Sequence[Any], default: Any) -> Any:
     """The device of the first array among arguments, or among the first elements of their lists; None for the CPU."""
     for a in args:
-        if isinstance(a, list | tuple):  # which may have millions of numbers
+        kind = type(a)  # and no question to the object itself, whose code may raise
+        if issubclass(kind, list | tuple):  # which may have millions of numbers
             found = device_beside(a[:64], state)
             if found is not state:
                 return found
-        elif (buf := getattr(a, "_buf", None)) is not None:
+        elif hasattr(kind, "_buf"):
+            buf = a._buf
             if type(buf) is np.ndarray:
                 return None
-            if getattr(a.device, "kind", None) == "cuda":
-                return a.device
+            if (known := device_of_buffer.get(type(buf))) is not None:
+                return known(buf)
+            if getattr(found := a.device, "kind", None) == "cuda":
+                return found
     return default
 
 
@@ -363,6 +371,7 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             finally:
                 state.origin = None
 
+        inner.calls_beside = True  # type: ignore[attr-defined]
         return inner
 
     return wrap

@@ -217,8 +217,12 @@ def one_array(x: Array, key: Array) -> Any:
     at = key._buf
     if type(at) is not np.ndarray or not x._buf.size:
         return None
-    kind = at.dtype.kind
-    return at if kind in "iu" or (kind == "b" and at.ndim) else None
+    return at if _is_plain_index(at.dtype) or (at.dtype.kind == "b" and at.ndim) else None
+
+
+def _is_plain_index(dtype: np.dtype) -> bool:
+    """Whether NumPy reads all integers of the dtype as what they are: it wraps those of ``uint64`` around."""
+    return dtype.kind == "i" or (dtype.kind == "u" and dtype.itemsize < 8)
 
 
 def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
@@ -232,7 +236,7 @@ def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
             items.append(np.array(k))
         else:
             k = k._buf if t is array_type else k
-            if type(k) is not np.ndarray or k.dtype.kind not in "iu":
+            if type(k) is not np.ndarray or not _is_plain_index(k.dtype):
                 return None
             items.append(k)
     return tuple(items)

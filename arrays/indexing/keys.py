@@ -39,7 +39,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             items.append(item)
             continue
         if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
-            of_cupy = not isinstance(item, Array) and hasattr(item, "__cuda_array_interface__")
+            of_cupy = not isinstance(item, Array) and hasattr(type(item), "__cuda_array_interface__")
             given = asarray(item) if of_cupy else item
             item = _index_array(given, used)
             if item is not given:

@@ -61,6 +61,8 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
 
     ``room`` is the prefix of its namespace, such as ``fft.``."""
 
+    itself = getattr(fn, "calls_beside", False)
+
     @functools.wraps(fn)
     def inner(*args: Any, **kwargs: Any) -> Any:
         own, counts = _declared(fn)
@@ -73,7 +75,7 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
                     n = args[i] if i < len(args) else kwargs.get(count)
                     if type(n) is not int and n is not None and not isinstance(n, Symbol):
                         operator.index(n)
-                return call_beside(fn, args, kwargs)
+                return fn(*args, **kwargs) if itself else call_beside(fn, args, kwargs)
             except TypeError as e:
                 if isinstance(e, MeshtapeError) or (
                     kwargs.keys() <= own and (_binds(fn, args, kwargs) or not _binds(theirs, args, kwargs))

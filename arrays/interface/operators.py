@@ -34,7 +34,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
         if type(other) is float or type(other) is int:
             if type(x) is ndarray and x.dtype.num < FIRST_USER_DTYPE:
                 return invoke(op, args, (other, x) if reflected else (x, other))
-        elif not isinstance(other, _OPERANDS) and not hasattr(other, "__cuda_array_interface__"):
+        elif not isinstance(other, _OPERANDS) and not hasattr(type(other), "__cuda_array_interface__"):
             return NotImplemented
         return apply(op, args)
 

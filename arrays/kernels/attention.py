@@ -1,7 +1,7 @@
 """Attention of floats of two bytes on CUDA's tensor cores, without the matrix of the weights.
 
 Calls that :mod:`.cudnn.attention` serves are cuDNN's. These functions return NotImplemented for those that the kernels
-do not serve: other dtypes, heads of more than 128 elements, queries that broadcast, several masks, a device before
+do not serve: other dtypes, heads of more than 256 elements, queries that broadcast, several masks, a device before
 compute capability 8.0 or with little shared memory.
 """
 
@@ -22,11 +22,11 @@ from .geometry import MAX_GRID, ceil_div
 from .launch import NOTHING, contiguous, i64, named, runner
 
 FILE = "attention.cu"
-THREADS, ROWS = 128, 128
+THREADS = 128
 """Of a block, but for the cotangents of keys."""
-WIDTHS = (32, 64, 128)
+WIDTHS = (32, 64, 128, 256)
 STEP, SHORT = 64, 32
-"""Queries that a block of keys takes at once, of which it has twice as many: as the device has shared memory."""
+"""Queries that a block of keys takes at once: as the device has shared memory."""
 MORE = 32
 """Bytes of shared memory that a kernel declares itself, at most."""
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -38,7 +38,7 @@ def variants() -> Iterator[tuple[str, str]]:
         for width in WIDTHS:
             for kernel in ("forward", "backward_queries"):
                 yield FILE, named(f"attention_{kernel}", d, width)
-            for step in (STEP, SHORT) if width == WIDTHS[-1] else (STEP,):
+            for step in (STEP, SHORT) if width >= 128 else (STEP,):
                 yield FILE, named("attention_backward_keys", d, width, step)
         yield FILE, named("attention_poison", d)
 
@@ -60,6 +60,11 @@ def _repeated(lead: Sequence[int], whole: Sequence[int]) -> tuple[int, int] | No
     return (math.prod(whole[run.stop :]), math.prod(lead[run])) if lead[run] == tuple(whole[run]) else None
 
 
+def _halves(width: int) -> int:
+    """Times 16 rows that a warp has: sums of more would take more registers than there are."""
+    return 2 if width <= 128 else 1
+
+
 class _Call(NamedTuple):
     """A call as the kernels take it."""
 
@@ -74,9 +79,9 @@ class _Call(NamedTuple):
 
     def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int, step: int | None = None) -> None:
         """Start a kernel for blocks of rows out of ``length``."""
-        rows, threads = (2 * step, 4 * step) if step else (ROWS, THREADS)
+        rows, threads = (step, 4 * step) if step else (THREADS // 2, THREADS)
         name = named(f"attention_{kernel}", self.q.dtype, self.width, *(() if step is None else (step,)))
-        grid, shared = (batches * ceil_div(length, rows), 1, 1), _shared(self.width, step)
+        grid, shared = (batches * ceil_div(length, rows * _halves(self.width)), 1, 1), _shared(self.width, step)
         runner().launch(FILE, name, grid, (threads, 1, 1), [*arguments, *self.numbers], shared)
 
     def poison(self, *operands: Any) -> list[Any]:
@@ -110,12 +115,13 @@ def _poison_geometry(shapes: Sequence[tuple[int, int, int]], multiprocessors: in
 def _shared(width: int, step: int | None = None) -> int:
     """Bytes of shared memory that a block takes at most, for the cotangents of keys with ``step`` queries at once.
 
-    >>> _shared(64), _shared(128), _shared(128, STEP), _shared(128, SHORT)
-    (65536, 98304, 165376, 74496)
+    >>> _shared(64), _shared(128), _shared(128, STEP), _shared(128, SHORT), _shared(256), _shared(256, SHORT)
+    (65536, 98304, 165376, 74496, 98304, 103168)
     """
+    n = _halves(width)
     if step is None:
-        return (4 if width < WIDTHS[-1] else 3) * ROWS * width * 2
-    return 2 * step * (8 * width + 4 * step + 12)
+        return (4 if width < 128 else 3) * n * THREADS * width
+    return step * ((4 * n + 8) * width + 4 * n * step + 24)
 
 
 def _padded(x: Any) -> Any:
@@ -142,9 +148,9 @@ def _form(
         return None
     kv, of_values, seen = (_repeated(shape[:-2], lead) for shape in (k, v, mask or ()))
     width = next(n for n in WIDTHS if n >= max(d, e))
-    if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), 2 * SHORT) > MAX_GRID:
+    if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), SHORT) > MAX_GRID:
         return None
-    if device.capability < 80 or device.shared_memory < _shared(width) + MORE:
+    if device.capability < 80 or device.shared_memory < max(_shared(width), _shared(width, SHORT)) + MORE:
         return None
     sizes = rows, keys, ceil_div(d, 8) * 8, ceil_div(e, 8) * 8
     numbers = (*map(np.int32, sizes), np.float32(scale), np.int32(diagonal), *map(i64, kv))

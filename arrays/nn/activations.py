@@ -16,7 +16,7 @@ from ..chains.chains import as_one_launch, one_launch
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, at_once
-from ..core.dtypes import KERNEL_FLOATS
+from ..core.dtypes import KERNEL_FLOATS, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Cuda, Op, composite, defined, state
 from ..native import ops
@@ -38,7 +38,7 @@ from ..ops.elementwise import (
     sign,
     where,
 )
-from ..ops.manipulation import moveaxis
+from ..ops.manipulation import astype, moveaxis
 from ..ops.param_kinds import NUMBERS, Kind
 from ..ops.wide_floats import in_float32
 from .gelu import GELU
@@ -370,7 +370,11 @@ def swiglu(gate: Any, up: Any, /) -> Array:
     >>> mt.nn.swiglu(mt.asarray([0.0, 100.0]), mt.asarray([3.0, 2.0]))
     Array([  0., 200.], dtype=float64)
     """
-    return apply(SWIGLU, (inexact(gate), inexact(up)))
+    x, y = inexact(gate), inexact(up)
+    if x.dtype != y.dtype:  # else the gate's rounding would be seen in a wider result
+        dtype = result_type(x.dtype, y.dtype)
+        x, y = astype(x, dtype, copy=False), astype(y, dtype, copy=False)
+    return apply(SWIGLU, (x, y))
 
 
 @composite("glu")

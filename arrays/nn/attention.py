@@ -95,9 +95,10 @@ def _tiles(
     xp: Any, lead: Sequence[int], rows: int, cols: int, diagonal: int | None
 ) -> Iterator[tuple[tuple[slice, ...], slice, slice]]:
     """Keys of the leading dimensions, of rows, and of the columns that these may see."""
-    limit = TILE if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
+    # On a GPU launches of kernels are what costs: up to 2**24 scores more than the half that a causal mask hides.
+    limit, whole = (TILE, TILE) if xp is np else (1 << 25, 1 << 24)
     step = max(1, min(rows, max(4 * LEAST_ROWS, limit // max(cols, 1))))
-    if diagonal is not None and math.prod(lead) * rows * cols > TILE:  # short tiles see few of the keys
+    if diagonal is not None and math.prod(lead) * rows * cols > whole:  # short tiles see few of the keys
         step = min(step, max(LEAST_ROWS, -(-rows // 4)))
     room, ranges = max(1, limit // max(step * cols, 1)), []
     for n in reversed(lead):
@@ -358,8 +359,7 @@ def scaled_dot_product_attention(
         may look nowhere gets zeros. A key that is hidden from a query has no part in its weights, whatever its numbers;
         a value that is hidden counts as zero times it, as in JAX: one that is NaN or infinite makes all queries NaN.
         So it is with gradients: a hidden key that is NaN or infinite makes the gradient of the queries NaN, its own is
-        zero (NaN in float16 and bfloat16 on a GPU, and so is its value's), and the others' stay. Zero such keys and
-        values (``mt.where(keep, value, 0)``).
+        zero, and the others' stay. Zero such keys and values (``mt.where(keep, value, 0)``).
     is_causal
         Query ``i`` looks at keys ``0 … i`` only.
     scale

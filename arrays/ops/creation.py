@@ -19,6 +19,7 @@ from ..core.dispatch import (
     Deferred,
     NotNumbers,
     apply,
+    as_floats,
     has_history,
     made,
     number,
@@ -297,7 +298,7 @@ def full(
     wanted = None if dtype is None else as_dtype(dtype, "full")
     if wanted is not None and isinstance(fill_value, int | float | complex):
         check_numbers("full", value := fill_value, wanted)
-        value = array_of(value, wanted) if wanted in NARROW else value
+        value = array_of(as_floats(value), wanted) if wanted in NARROW else value
     else:
         value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
         wanted = value.dtype

@@ -66,7 +66,7 @@ _RUNNER = f"{__package__.rpartition('.')[0]}.compiler.compile"
 """The module that runs the user's function."""
 
 # Names of functions that decorators make, and of conversions of an array to another type.
-_WRAPPERS = frozenset({"inner", "wrapped", "wrapper", "method"})
+_WRAPPERS = frozenset({"call_beside", "inner", "wrapped", "wrapper", "method"})
 _CONVERSIONS = frozenset({"item", "tolist", "numpy", "to_device", "concrete"})
 
 

@@ -146,8 +146,9 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
     """
     avals = program.avals
     fits = {e.outputs[0] for e in program.entries if joins(e, program)}
+    entries = _narrowed_at_once(program, fits)
     reader: dict[int, Entry] = {}
-    for e in program.entries:
+    for e in entries:
         for v in e.inputs:
             if isinstance(v, int):
                 reader.setdefault(v, e)
@@ -161,7 +162,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
 
     waiting: dict[int, int] = {}  # places of entries, by what they make
     out: list[Entry] = []
-    for i, e in enumerate(program.entries):
+    for i, e in enumerate(entries):
         if waits(e):
             waiting[e.outputs[0]] = i
             continue
@@ -169,9 +170,32 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
         needed, found = [i], []
         while needed:
             found.append(needed.pop())
-            made = (waiting.pop(v, None) for v in program.entries[found[-1]].inputs if isinstance(v, int))
+            made = (waiting.pop(v, None) for v in entries[found[-1]].inputs if isinstance(v, int))
             needed.extend(k for k in made if k is not None)
-        out.extend(program.entries[k] for k in sorted(found))
+        out.extend(entries[k] for k in sorted(found))
+    return out
+
+
+def _narrowed_at_once(program: Program, fits: set[int]) -> list[Entry]:
+    """The entries with casts to a narrower dtype moved to where a run makes their operand, past entries that make
+    little of it.
+
+    So the cotangent of a product that has a bias is rounded in the run that makes it, and not read again after the
+    bias has its sum.
+    """
+    avals, out = program.avals, list[Entry]()
+    at: dict[int, int] = {}  # behind which place a cast of a variable may go
+    for e in program.entries:
+        v = e.inputs[0] if e.op is ASTYPE and fits.issuperset(e.outputs) else None
+        if v in at and 2 * avals[e.outputs[0]].nbytes <= avals[v].nbytes:
+            place = at.pop(v) + 1
+            out.insert(place, e)
+            at = {k: i + (i >= place) for k, i in at.items()}
+            continue
+        at = {k: i for k, i in at.items() if all(16 * avals[o].nbytes <= avals[k].nbytes for o in e.outputs)}
+        out.append(e)
+        if fits.issuperset(e.outputs) and e.outputs:
+            at[e.outputs[0]] = len(out) - 1
     return out
 
 

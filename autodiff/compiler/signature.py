@@ -26,7 +26,7 @@ def as_array(x: Any, device: Any = None) -> Any:
     """A NumPy array as an Array on this device, one of CuPy as an Array where it is; all else as it is."""
     if issubclass(type(x), np.ndarray) and x.dtype != object:
         return asarray(x, device=device)
-    if device is not None and not isinstance(x, Array) and hasattr(x, "__cuda_array_interface__"):
+    if device is not None and not issubclass(type(x), Array) and hasattr(type(x), "__cuda_array_interface__"):
         return asarray(x)
     return x
 

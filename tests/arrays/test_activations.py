@@ -171,3 +171,12 @@ def test_cosine_similarity():
     mt.check_grads(mt.nn.cosine_similarity, mt.asarray(X), mt.asarray(Y), order=2)
     slope = mt.grad(lambda x: mt.nn.cosine_similarity(x, mt.ones(3)))(mt.zeros(3))
     assert np.isfinite(np.asarray(slope)).all()
+
+
+def test_swiglu_of_two_dtypes_is_computed_in_the_wider_one():
+    gate, up = np.linspace(-3, 3, 64, dtype=np.float32), np.linspace(1, 2, 64, dtype=np.float32)
+    short = mt.asarray(gate).astype(mt.bfloat16)
+    found = mt.nn.swiglu(short, mt.asarray(up))
+    assert found.dtype == np.float32
+    wide = np.asarray(short).astype(np.float64)
+    np.testing.assert_allclose(np.asarray(found), wide / (1 + np.exp(-wide)) * up, rtol=3e-7)

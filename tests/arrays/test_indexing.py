@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshtape
 from meshtape import arrays as mt
 from meshtape.arrays.core.errors import ArrayIndexError, ShapeError
 from meshtape.arrays.core.op import recording
@@ -472,3 +473,22 @@ def test_a_mask_axis_of_no_length_selects_nothing():
     assert x[np.ones((0,), bool)].shape == (0, 3)
     with pytest.raises(IndexError, match="axis 0"):
         x[np.zeros((5, 0), bool)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, i: x[i],
+        lambda x, i: mt.take(x, i, axis=0),
+        lambda x, i: meshtape.compile(lambda a, b: a[b])(x, i),
+        lambda x, i: meshtape.compile(lambda a, b: a.at[b].add(1.0))(x, i),
+        lambda x, i: mt.nn.embedding(i, x[:, None]),
+        lambda x, i: x.__setitem__(i, 3.0),
+    ],
+)
+def test_an_unsigned_index_does_not_wrap_around(read):
+    """NumPy reads the last element for 2**64 - 1."""
+    x = mt.arange(5.0)
+    with pytest.raises(IndexError, match="18446744073709551615 is out of bounds"):
+        read(x, mt.asarray(np.array([1, 2**64 - 1], np.uint64)))
+    read(x, mt.asarray(np.array([1, 4], np.uint64)))

@@ -170,3 +170,16 @@ def test_the_front_door_is_a_namespace_of_the_standard():
     assert type(info.devices()) is list
     assert mt.__array_api_version__ == mt.arrays.__array_api_version__
     assert info.default_dtypes() == mt.arrays.__array_namespace_info__().default_dtypes()
+
+
+@pytest.mark.parametrize("number", [2**70, -(2**63) - 1, 2**63, 2**64 - 1])
+def test_integers_beyond_64_bits_are_floats_among_bfloat16(number):
+    """As among floats that NumPy knows."""
+    x = mt.ones(2, dtype=mt.bfloat16)
+    wanted = mt.asarray([float(number)] * 2, dtype=mt.bfloat16)
+    for found in (x * number, mt.maximum(x, number) if number > 0 else mt.minimum(x, number), mt.full_like(x, number)):
+        assert found.dtype == x.dtype
+        assert (found == wanted).all()
+    assert bool((x < number).all()) == (number > 0)
+    with pytest.raises(mt.errors.NumberRangeError):
+        x * 10**400

@@ -131,7 +131,7 @@ def test_arrays_of_cupy_become_arrays() -> None:
     for y in (x @ theirs, mt.matmul(x, theirs), mt.compile(lambda a, b: a @ b)(x, theirs)):
         assert isinstance(y, mt.arrays.Array)
         np.testing.assert_allclose(y.numpy(), X @ Y, rtol=1e-4, atol=1e-5)
-    assert (mt.asarray(Y) == theirs).numpy().all()
+    np.testing.assert_array_equal((mt.asarray(Y) == theirs).numpy(), np.ones(Y.shape, bool))
     assert mt.asarray(theirs, copy=False)._buf is theirs
     for dtype, device in ((np.float64, None), (None, "cpu")):
         for obj in (theirs, x):
@@ -372,3 +372,17 @@ def test_weights_from_the_host_are_looked_at() -> None:
     for wrong in ([1.0, -1.0], [np.nan, 1.0], [0.0, 0.0], np.array([np.inf, 1.0])):
         with pytest.raises(mt.errors.ArgumentError, match="finite weights"):
             mt.random.choice(key, 2, (3,), p=wrong)
+
+
+@pytest.mark.parametrize("number", [2**70, -(2**63) - 1, 2**63])
+def test_integers_beyond_64_bits(number: int) -> None:
+    """CuPy takes none."""
+    for dtype in (np.float64, np.float32, np.complex64):
+        both(lambda x, d=dtype: x.astype(d) * number, X)
+    both(lambda x: mt.where(x > 0, x, number), X)
+    for compare in (mt.less, mt.greater_equal, mt.equal):
+        both(lambda x, c=compare: c(x.astype(np.int64), number), X)
+        both(lambda x, c=compare: c(x, number), X)
+    both(lambda x: mt.full_like(x, number), X)
+    with pytest.raises(mt.errors.NumberRangeError):
+        mt.ones(3, dtype=np.int32) * number

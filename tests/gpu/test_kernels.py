@@ -95,6 +95,7 @@ def test_attention_of_short_floats(dtype: np.dtype) -> None:
         lambda q, k, v: attend(q, k, v, mask=mt.asarray(seen), is_causal=True),
         *(dtype, normal(2, 4, 140, 40), normal(2, 2, 90, 40), normal(2, 2, 90, 24)),
     )
+    both(lambda q, k, v: attend(q, k, v, is_causal=True), dtype, *(normal(2, 70, n) for n in (200, 200, 256)))
     for kernel in ("forward", "backward_queries", "backward_keys", "poison"):
         assert used(f"attention_{kernel}")
 

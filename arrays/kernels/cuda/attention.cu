@@ -2,7 +2,8 @@
 //
 // A block keeps 128 rows of queries, 32 a warp, and goes through the keys in tiles; the next tile is on its way while one is multiplied.
 // A fragment of keys or values that a warp loads serves two products so: memory shared by a block is as scarce as the tensor cores. For the
-// cotangents of keys and values a block keeps keys, and two warps share 32 of them. Weights are rounded to two bytes before they are
+// cotangents of keys and values a block keeps keys, and two warps share 32 of them. Of heads of more than 128 elements all of these are half
+// as many, for their sums take the registers. Weights are rounded to two bytes before they are
 // multiplied. Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
 // forward pass leaves the largest score and the sum of each row for that (one log-sum-exp has no digits for the sum of a row of far
 // scores); the mean of a row's slopes is the product of its result and its cotangent.
@@ -11,7 +12,7 @@
 #include "headers/matrices.cuh"
 #include "headers/reduce.cuh"
 
-constexpr int THREADS = 128, ROWS = 128;  // of a block
+constexpr int THREADS = 128;  // of a block
 constexpr float LOG2E = 1.44269504088896340736f;
 
 __device__ inline float nan_or_zero(float x) { return x * 0.0f; }
@@ -83,7 +84,10 @@ struct Repeated {
             mask_row, mask_column                                                                                              \
     }
 
-// ----- tiles of rows of D elements, and products of the 32 rows of a warp ----------------------------------------------
+// ----- tiles of rows of D elements, and products of the rows of a warp: one or two HALVES of 16 -----------------------
+
+template <int D>
+constexpr int HALVES = D <= 128 ? 2 : 1;
 
 // Where an element of a tile lies: 16 bytes have their places in a row changed, so that those of eight rows lie in different banks.
 template <int D>
@@ -97,13 +101,13 @@ __device__ inline int place(int row, int column)
 template <int D, int N, int THREADS, class T>
 __device__ inline void load_rows(T* tile, const T* matrix, int first, int count, int width)
 {
-    constexpr int STEP = THREADS * 8 / D;  // a multiple of eight: all of a thread's have the same place in their rows
+    constexpr int STEP = THREADS * 8 / D;  // mostly a multiple of eight: all of a thread's have the same place in their rows
     const int row = threadIdx.x / (D / 8), column = threadIdx.x % (D / 8) * 8, left = column < width ? count - first - row : 0;
     const T* from = matrix + (i64)(first + row) * width + column;
     T* const to = tile + place<D>(row, column);
 #pragma unroll
     for (int i = 0; i < N; i += STEP, from += STEP * width)
-        if (N % STEP == 0 || i + row < N) copy_later(to + i * D, i < left ? from : matrix, i < left);
+        if (N % STEP == 0 || i + row < N) copy_later(STEP % 8 ? tile + place<D>(row + i, column) : to + i * D, i < left ? from : matrix, i < left);
 }
 
 template <int D, class T>
@@ -124,25 +128,25 @@ __device__ inline void right_of(u32 (&out)[4], const T* tile, int k, int column)
         load_matrices<true>(out, tile + k * D + place<D>(lane % 16, column + lane / 16 * 8));
 }
 
-// Sums of 32 rows and of N columns. Each fragment of a right factor serves both halves of the rows.
-template <int N>
-using Sums = float[2][N / 8][4];
+// Sums of 16 H rows and of N columns. Each fragment of a right factor serves all halves of the rows.
+template <int N, int H>
+using Sums = float[H][N / 8][4];
 
 // sum += a b^T, of the rows of `a` from `row` on and those of `b` from `column` on.
-template <int D, int N, class T>
-__device__ inline void add_product_transposed(Sums<N>& sum, const T* a, int row, const T* b, int column)
+template <int D, int N, int H, class T>
+__device__ inline void add_product_transposed(Sums<N, H>& sum, const T* a, int row, const T* b, int column)
 {
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
-        u32 x[2][4];
+        u32 x[H][4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) left_of<D>(x[h], a, row + 16 * h, k);
+        for (int h = 0; h < H; ++h) left_of<D>(x[h], a, row + 16 * h, k);
 #pragma unroll
         for (int n = 0; n < N / 8; n += 2) {
             u32 y[4];
             right_of<true, D>(y, b, k, column + n * 8);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for (int h = 0; h < H; ++h) {
                 multiply_add<T>(sum[h][n], x[h], y[0], y[1]);
                 multiply_add<T>(sum[h][n + 1], x[h], y[2], y[3]);
             }
@@ -151,15 +155,15 @@ __device__ inline void add_product_transposed(Sums<N>& sum, const T* a, int row,
 }
 
 // sum += a b, for 16 columns of `a` and as many rows of `b` from `k` on.
-template <int D, int WIDTH, class T>
-__device__ inline void add_part(Sums<WIDTH>& sum, const u32 (&x)[2][4], const T* b, int k, int column)
+template <int D, int WIDTH, int H, class T>
+__device__ inline void add_part(Sums<WIDTH, H>& sum, const u32 (&x)[H][4], const T* b, int k, int column)
 {
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; n += 2) {
         u32 y[4];
         right_of<false, D>(y, b, k, column + n * 8);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < H; ++h) {
             multiply_add<T>(sum[h][n], x[h], y[0], y[1]);
             multiply_add<T>(sum[h][n + 1], x[h], y[2], y[3]);
         }
@@ -167,14 +171,14 @@ __device__ inline void add_part(Sums<WIDTH>& sum, const u32 (&x)[2][4], const T*
 }
 
 // sum += p b, where `p` is sums that are rounded to T.
-template <int D, int N, class T>
-__device__ inline void add_product(Sums<D>& sum, const Sums<N>& p, const T* b)
+template <int D, int N, int H, class T>
+__device__ inline void add_product(Sums<D, H>& sum, const Sums<N, H>& p, const T* b)
 {
 #pragma unroll
     for (int k = 0; k < N / 8; k += 2) {
-        u32 x[2][4];
+        u32 x[H][4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < H; ++h)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[h][i] = pack<T>(p[h][k + i / 2][i % 2 * 2], p[h][k + i / 2][i % 2 * 2 + 1]);
         add_part<D, D>(sum, x, b, k * 8, 0);
@@ -182,12 +186,12 @@ __device__ inline void add_product(Sums<D>& sum, const Sums<N>& p, const T* b)
 }
 
 // Scores from products: `row` and `column` are those of the lane's first. The rows are the queries, or TURNED, the keys.
-template <bool TURNED, int N>
-__device__ inline void to_scores(Sums<N>& s, const Sight& sight, int row, int column, bool hidden)
+template <bool TURNED, int N, int H>
+__device__ inline void to_scores(Sums<N, H>& s, const Sight& sight, int row, int column, bool hidden)
 {
     const auto change = [&](const auto& to) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < H; ++h)
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -212,15 +216,15 @@ __device__ inline float of_row(float x)
     return Op::of(x, __shfl_xor_sync(WHOLE_WARP, x, 2));
 }
 
-// 32 rows of sums from row and column on, times a number, or a number for each row, plus a row of them, to memory; through `tile`,
+// The rows of sums from row and column on, times a number, or a number for each row, plus a row of them, to memory; through `tile`,
 // of which the warp has these rows and columns for itself.
-template <int D, int WIDTH, class T, class Factor>
-__device__ inline void store_rows(T* matrix, T* tile, const Sums<WIDTH>& x, int in_tile, int first, int count, int begin, int width, const Factor& factor, const float* more)
+template <int D, int WIDTH, int H, class T, class Factor>
+__device__ inline void store_rows(T* matrix, T* tile, const Sums<WIDTH, H>& x, int in_tile, int first, int count, int begin, int width, const Factor& factor, const float* more)
 {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < H; ++h)
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
@@ -231,7 +235,7 @@ __device__ inline void store_rows(T* matrix, T* tile, const Sums<WIDTH>& x, int 
                 *reinterpret_cast<u32*>(tile + (in_tile + h * 16) * D + place<D>(lane / 4 + r * 8, column)) = pack<T>(a, b);
             }
     __syncwarp();
-    for (int i = lane; i < 32 * (WIDTH / 8); i += 32) {
+    for (int i = lane; i < 16 * H * (WIDTH / 8); i += 32) {
         const int row = i / (WIDTH / 8), column = begin + i % (WIDTH / 8) * 8;
         if (first + row < count && column < width)
             store_vector(matrix + (i64)(first + row) * width + column, vector_at<8>(tile + in_tile * D + place<D>(row, column)));
@@ -240,17 +244,23 @@ __device__ inline void store_rows(T* matrix, T* tile, const Sums<WIDTH>& x, int 
 
 // ----- forward ----------------------------------------------------------------------------------------------------------
 
-// The largest score and the sum of the weights so far, of the four rows of a lane (the sum: of its own columns).
+// The largest score and the sum of the weights so far, of the rows of a lane (the sum: of its own columns).
+template <int H, int N>
 struct Online {
-    float most[2][2] = {{-infinity<float>(), -infinity<float>()}, {-infinity<float>(), -infinity<float>()}}, total[2][2] = {};
+    float most[H][2], total[H][2] = {};
+
+    __device__ Online()
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * H; ++i) most[i / 2][i % 2] = -infinity<float>();
+    }
 
     // The scores of a tile, and what all that was summed with the weights before is multiplied by.
-    template <int N>
-    __device__ bool raise(const Sums<N>& s, float (&factors)[2][2])
+    __device__ bool raise(const Sums<N, H>& s, float (&factors)[H][2])
     {
         bool changed = false;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < H; ++h)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float m = most[h][r];
@@ -267,11 +277,10 @@ struct Online {
         return changed;
     }
     // Scores become weights.
-    template <int N>
-    __device__ void add(Sums<N>& s)
+    __device__ void add(Sums<N, H>& s)
     {
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < H; ++h)
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -290,15 +299,16 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 2)
     attention_forward(const T* q, const T* k, const T* v, T* out, float* bases, float* totals, const float* poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = D <= 64 ? 64 : 48, PAIR = 2 * N * D;  // more would take more registers than there are
+    constexpr int N = D <= 64 ? 64 : D <= 128 ? 48 : 32, PAIR = 2 * N * D;  // more would take more registers than there are
+    constexpr int H = HALVES<D>, OF_WARP = 16 * H, ROWS = 4 * OF_WARP;
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
     const int first = (tiles - 1 - (int)(blockIdx.x % tiles)) * ROWS;  // those that see most of the keys begin first
     const Sight sight SIGHT(batch);
-    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 32, query = first + of_warp + lane / 4;
+    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * OF_WARP, query = first + of_warp + lane / 4;
     T *const queries = shared, *const pairs = queries + ROWS * D;
-    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + 32);
+    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + OF_WARP);
     const auto load = [&](int at) {
         T* const pair = pairs + at / N % 2 * PAIR;
         load_rows<D, N, THREADS>(pair, k + kv * keys * d, at, keys, d);
@@ -306,33 +316,33 @@ __global__ void __launch_bounds__(THREADS, 2)
     };
     load_rows<D, ROWS, THREADS>(queries, q + batch * rows * d, first, rows, d);
     if (end) load(0);
-    Online online;
-    Sums<D> sum = {};
+    Online<H, N> online;
+    Sums<D, H> sum = {};
     for (int at = 0; at < end; at += N) {
         wait_for_copies();
         __syncthreads();  // this tile is there, and nobody reads the one before
         if (at + N < end) load(at + N);
         if (at >= own_end) continue;
         const T* const pair = pairs + at / N % 2 * PAIR;
-        Sums<N> s = {};
-        float factors[2][2];
+        Sums<N, H> s = {};
+        float factors[H][2];
         add_product_transposed<D, N>(s, queries, of_warp, pair, 0);
         to_scores<false, N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
-        if (__ballot_sync(WHOLE_WARP, online.raise<N>(s, factors)))
+        if (__ballot_sync(WHOLE_WARP, online.raise(s, factors)))
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+            for (int h = 0; h < H; ++h)
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) sum[h][n][c] *= factors[h][c / 2];
-        online.add<N>(s);
+        online.add(s);
         add_product<D, N>(sum, s, pair + N * D);
     }
     wait_for_copies();
     __syncthreads();  // the memory of the queries is free
-    float factors[2][2];
+    float factors[H][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < H; ++h)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float total = online.whole(h, r, sight.is_masked());
@@ -354,15 +364,15 @@ __global__ void __launch_bounds__(THREADS, 2)
     attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* bases,
                                const float* totals, float* means, const float* k_poison, SIGHT_PARAMETERS)
 {
-    constexpr int N = D <= 64 ? 48 : 32, PAIR = 2 * N * D;
+    constexpr int N = D <= 64 ? 48 : D <= 128 ? 32 : 16, PAIR = 2 * N * D, H = HALVES<D>, OF_WARP = 16 * H, ROWS = 4 * OF_WARP;
     DYNAMIC_SHARED(T, shared);
     const int tiles = (rows + ROWS - 1) / ROWS;
     const i64 batch = blockIdx.x / tiles, kv = Repeated{kv_step, kv_count}.of(batch);
     const int first = (tiles - 1 - (int)(blockIdx.x % tiles)) * ROWS;
     const Sight sight SIGHT(batch);
-    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 32, query = first + of_warp + lane / 4;
+    const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * OF_WARP, query = first + of_warp + lane / 4;
     T *const queries = shared, *const cotangents = queries + ROWS * D, *const pairs = cotangents + ROWS * D;
-    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + 32);
+    const int end = sight.end(first + ROWS), own_end = sight.end(first + of_warp + OF_WARP);
     const auto load = [&](int at) {
         T* const pair = pairs + at / N % 2 * PAIR;
         load_rows<D, N, THREADS>(pair, k + kv * keys * d, at, keys, d);
@@ -371,9 +381,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     load_rows<D, ROWS, THREADS>(queries, q + batch * rows * d, first, rows, d);
     load_rows<D, ROWS, THREADS>(cotangents, g + batch * rows * e, first, rows, e);
     if (end) load(0);
-    float base[2][2], log_total[2][2], mean[2][2];
+    float base[H][2], log_total[H][2], mean[H][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < H; ++h)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const i64 row = batch * rows + query + h * 16 + r * 8;
@@ -389,19 +399,19 @@ __global__ void __launch_bounds__(THREADS, 2)
             mean[h][r] = of_row<Add>(s);
             if (there && lane % 4 == 0) means[row] = mean[h][r];
         }
-    Sums<D> sum = {};
+    Sums<D, H> sum = {};
     for (int at = 0; at < end; at += N) {
         wait_for_copies();
         __syncthreads();
         if (at + N < end) load(at + N);
         if (at >= own_end) continue;
         const T* const pair = pairs + at / N % 2 * PAIR;
-        Sums<N> s = {}, slopes = {};
+        Sums<N, H> s = {}, slopes = {};
         add_product_transposed<D, N>(s, queries, of_warp, pair, 0);
         to_scores<false, N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
         add_product_transposed<D, N>(slopes, cotangents, of_warp, pair + N * D, 0);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < H; ++h)
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -424,19 +434,19 @@ __device__ inline void wait_for_partner(int pair)
 #endif
 }
 
-// The cotangents of keys and values, summed over the queries of all batches that these serve, N a step. Two warps have 32 keys: each makes
-// the weights and slopes of half of the queries, and with those of both sums half of the columns.
+// The cotangents of keys and values, summed over the queries of all batches that these serve, N a step. Two warps have the same keys: each
+// makes the weights and slopes of half of the queries, and with those of both sums half of the columns.
 template <class T, int D, int N>
 __global__ void __launch_bounds__(4 * N, 1)
     attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* bases,
                             const float* totals, const float* means, const float* q_poison, const float* g_poison, i64 batches, SIGHT_PARAMETERS)
 {
-    constexpr int THREADS = 4 * N, KEYS = 2 * N, PAIR = 2 * N * D, HALF = N / 2, WIDTH = D / 2;
+    constexpr int H = HALVES<D>, OF_PAIR = 16 * H, THREADS = 4 * N, KEYS = H * N, PAIR = 2 * N * D, HALF = N / 2, WIDTH = D / 2;
     DYNAMIC_SHARED(T, shared);
     const int tiles = (keys + KEYS - 1) / KEYS;
     const i64 kv = blockIdx.x / tiles;
     const int first = (int)(blockIdx.x % tiles) * KEYS;  // the first keys are seen by most of the queries
-    const int lane = threadIdx.x % 32, of_pair = threadIdx.x / 64 * 32, half = threadIdx.x / 32 % 2, key = first + of_pair + lane / 4;
+    const int lane = threadIdx.x % 32, of_pair = threadIdx.x / 64 * OF_PAIR, half = threadIdx.x / 32 % 2, key = first + of_pair + lane / 4;
     T *const own = shared, *const values = own + KEYS * D, *const pairs = values + KEYS * D, *const weights = pairs + 2 * PAIR, *const slopes = weights + KEYS * N;
     float* const of_queries = reinterpret_cast<float*>(slopes + KEYS * N);  // twice: base, logarithm of the sum and mean of each query of a step
     const int begin = min(rows, max(0, first - diagonal));
@@ -451,8 +461,8 @@ __global__ void __launch_bounds__(4 * N, 1)
         load_rows<D, N, THREADS>(pair + N * D, g + batch * rows * e, at, rows, e);
         const bool there = (int)threadIdx.x < min(N, rows - at);
         const i64 row = batch * rows + at + threadIdx.x;
-        base = there ? bases[row] : 0;
-        log_total = there ? totals[row] : infinity<float>();  // a query that is not there has no weights
+        base = there ? bases[row] : infinity<float>();  // which no query has that is there
+        log_total = there ? totals[row] : 1;
         mean = there ? means[row] : 0;
     };
     const auto keep = [&](int stage) {
@@ -463,7 +473,7 @@ __global__ void __launch_bounds__(4 * N, 1)
     load_rows<D, KEYS, THREADS>(values, v + kv * keys * e, first, keys, e);
     bool more_steps = begin < rows;
     if (more_steps) load(0), keep(0);
-    Sums<WIDTH> sum = {}, value_sum = {};
+    Sums<WIDTH, H> sum = {}, value_sum = {};
     for (int stage = 0; more_steps; stage ^= 1) {
         const Sight sight SIGHT(batch);
         const int query = at + half * HALF;
@@ -477,9 +487,9 @@ __global__ void __launch_bounds__(4 * N, 1)
         __syncthreads();
         if (more_steps) load(stage ^ 1);
         const T* const pair = pairs + stage * PAIR;
-        Sums<HALF> p = {}, s = {};
+        Sums<HALF, H> p = {}, s = {};
         add_product_transposed<D, HALF>(p, own, of_pair, pair, half * HALF);
-        to_scores<true, HALF>(p, sight, key, query + lane % 4 * 2, sight.hides(query, first + of_pair + 32));
+        to_scores<true, HALF>(p, sight, key, query + lane % 4 * 2, sight.hides(query, first + of_pair + OF_PAIR));
         add_product_transposed<D, HALF>(s, values, of_pair, pair + N * D, half * HALF);
 #pragma unroll
         for (int n = 0; n < HALF / 8; ++n) {
@@ -487,13 +497,14 @@ __global__ void __launch_bounds__(4 * N, 1)
             const float* const from = of_queries + stage * 3 * N + column;
             const Vector<float, 2> level = vector_at<2>(from), log = vector_at<2>(from + N), middle = vector_at<2>(from + 2 * N);
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+            for (int h = 0; h < H; ++h)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float x[2], y[2];
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
                         x[c] = power_of_two((p[h][n][2 * r + c] - level.at[c]) * LOG2E - log.at[c]);
+                        if (level.at[c] == infinity<float>()) x[c] = 0;  // a query that is not there has no weights, of NaN neither
                         y[c] = x[c] * (s[h][n][2 * r + c] - middle.at[c]);
                     }
                     const int to = (of_pair + h * 16) * N + place<N>(lane / 4 + r * 8, column);
@@ -504,12 +515,12 @@ __global__ void __launch_bounds__(4 * N, 1)
         wait_for_partner(threadIdx.x / 64);
 #pragma unroll
         for (int i = 0; i < N; i += 16) {
-            u32 x[2][4];
+            u32 x[H][4];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) left_of<N>(x[h], weights, of_pair + 16 * h, i);
+            for (int h = 0; h < H; ++h) left_of<N>(x[h], weights, of_pair + 16 * h, i);
             add_part<D, WIDTH>(value_sum, x, pair + N * D, i, half * WIDTH);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) left_of<N>(x[h], slopes, of_pair + 16 * h, i);
+            for (int h = 0; h < H; ++h) left_of<N>(x[h], slopes, of_pair + 16 * h, i);
             add_part<D, WIDTH>(sum, x, pair, i, half * WIDTH);
         }
         if (more_steps) keep(stage ^ 1);

@@ -96,6 +96,13 @@ def test_the_longest_heads_with_little_shared_memory(
     assert emulator.launched[-1][1] == "attention_backward_keys<bfloat16, 128, 32>"
 
 
+@pytest.mark.parametrize(("diagonal", "shared", "step"), [(None, 227, 64), (0, 163, 32), (-20, 227, 64)])
+def test_heads_of_256(emulator: Any, place: Any, close: Any, diagonal: int | None, shared: int, step: int) -> None:
+    emulator.device = emulator.device._replace(shared_memory=shared << 10)
+    both(close, *operands(place, ml_dtypes.bfloat16, (2, 90, 192), (70, 192), 256), diagonal=diagonal)
+    assert emulator.launched[-1][1] == f"attention_backward_keys<bfloat16, 256, {step}>"
+
+
 def test_large_scores(emulator: Any, place: Any, close: Any) -> None:
     q, k, v = operands(place, ml_dtypes.bfloat16, (9, 16), (70, 16), 16)
     q[0] = 300
@@ -145,6 +152,21 @@ def test_numbers_that_are_not_finite(emulator: Any, place: Any, which: int, diag
         assert not (x & ~least & ~most).any(), name
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_hidden_key_that_is_no_number_has_gradients_of_zero(emulator: Any, place: Any, causal: bool) -> None:
+    """Its value, too, where a tile has more queries than there are."""
+    q, k, v = operands(place, ml_dtypes.bfloat16, (10, 16), (20, 16), 16)
+    k[15, 3] = np.nan
+    mask = [] if causal else [place(np.arange(20)[None] != 15, np.dtype(bool))]
+    params = {"scale": 0.3, "diagonal": 0 if causal else None}
+    saved = kernels.attention(q, k, v, *mask, **params)
+    dq, dk, dv = kernels.attention_backward(np.ones_like(saved[0]), q, k, v, *saved, *mask, **params)
+    assert np.isnan(dq.astype(float)).any(axis=1).all()
+    assert np.isfinite([dk.astype(float), dv.astype(float)]).all()
+    assert not dk[15].any()
+    assert not dv[15].any()
+
+
 def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
     b = ml_dtypes.bfloat16
 
@@ -157,7 +179,7 @@ def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
     assert not served(q, k, v.astype(np.float16))
     assert not served(q[:1], k, v)  # a query that broadcasts
     assert not served(q, k[:, :1], v)  # keys and values that serve differently
-    assert not served(*operands(place, b, (4, 136), (5, 136), 8))
+    assert not served(*operands(place, b, (4, 264), (5, 264), 8))
     assert not served(q, k[..., :0, :], v[..., :0, :])
     q, k, v = operands(place, b, (2, 3, 2, 4, 8), (2, 1, 2, 5, 8), 8)
     assert not served(q, k, v)  # keys of two dimensions apart
@@ -165,6 +187,8 @@ def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
     assert not served(*operands(place, b, (4, 8), (5, 8), 8))
     emulator.device = emulator.device._replace(capability=80, shared_memory=64 << 10)
     assert not served(*operands(place, b, (4, 128), (5, 128), 8))
+    emulator.device = emulator.device._replace(shared_memory=99 << 10)
+    assert not served(*operands(place, b, (4, 136), (5, 136), 8))
 
 
 def test_memory_that_is_not_aligned(emulator: Any, place: Any, close: Any) -> None:

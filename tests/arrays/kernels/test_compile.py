@@ -106,6 +106,9 @@ BUDGETS = """
     attention.cu    | attention_forward<bfloat16, 64>                                     | 232 25 208
     attention.cu    | attention_forward<bfloat16, 128>                                    | 255 41 240
     attention.cu    | attention_forward<float16, 128>                                     | 255 41 240
+    attention.cu    | attention_backward_keys<bfloat16, 256, 64>                          | 255 50  59
+    attention.cu    | attention_backward_queries<bfloat16, 256>                           | 255 53 150
+    attention.cu    | attention_forward<bfloat16, 256>                                    | 255 49 168
     attention.cu    | attention_poison<bfloat16>                                          |  32  1   0
     channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0  58 | few numbers
     channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0  37 | few numbers
