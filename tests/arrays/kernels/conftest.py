@@ -49,12 +49,13 @@ def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 _USED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S)
 _ACCESS = re.compile(r"(?:ld|st)\.global(?:\.nc)?\.(?:v(\d)\.)?[a-z](\d+)")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (\d+)[,;]")
 _IN_MEMORY = re.compile(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame")
 
 
 class Figures(NamedTuple):
-    """Of a kernel's code: registers of a thread, accesses of 16 bytes, narrower ones, bytes that are spilled, and
-    whether an array is kept in memory, as its index is known only while it runs."""
+    """Of a kernel's code: registers of a thread, accesses of 16 bytes (asynchronous copies, too), narrower ones, bytes
+    that are spilled, and whether an array is kept in memory, as its index is known only while it runs."""
 
     registers: int
     wide: int
@@ -91,6 +92,7 @@ class MachineCode:
         used = _USED.search(text)
         assert used, "the log was not understood"
         sizes = [int(n or 1) * int(b) // 8 for n, b in _ACCESS.findall(text)]
+        sizes += map(int, _COPY.findall(text))
         wide = sum(s >= 16 for s in sizes)
         spilled = int(used[1]) + int(used[2])
         return Figures(int(used[3]), wide, len(sizes) - wide, spilled, bool(_IN_MEMORY.search(text)))

@@ -1,13 +1,16 @@
 """The arguments of each launch beside the signature of its kernel, as the source has it. CUDA asks for no sizes, and
 reads as many bytes as the signature says from where it is pointed to.
 
-A launch raises where the number of its arguments is another one, or the size of a value, and where an array of CuPy's
-own kernels has other elements or dimensions, or gaps that the kernel does not know of.
+A launch raises where the number of its arguments is another one, or the dtype of a value or of what a pointer points
+at, where an array of CuPy's own kernels has other elements or dimensions, or gaps that the kernel does not know of, and
+where an address is null that is not said to be nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +18,28 @@ import cupy
 import numpy as np
 from cupy.cuda import function
 
-SIZES = {
-    **dict.fromkeys(("bool", "char", "signed char", "unsigned char", "int8_t", "uint8_t"), 1),
-    **dict.fromkeys(("short", "unsigned short", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int", "unsigned int", "unsigned", "float", "u32"), 4),
-    **dict.fromkeys(("long long", "unsigned long long", "long", "double", "i64", "u64", "size_t", "ptrdiff_t"), 8),
-    "thrust::complex<float>": 8,
-    "thrust::complex<double>": 16,
+DTYPES = {
+    **{
+        "bool": "bool",
+        "char": "int8",
+        "signed char": "int8",
+        "int8_t": "int8",
+        "unsigned char": "uint8",
+        "uint8_t": "uint8",
+    },
+    **{"short": "int16", "unsigned short": "uint16", "float16": "float16", "bfloat16": "bfloat16", "int": "int32"},
+    **dict.fromkeys(("unsigned int", "unsigned", "u32"), "uint32"),
+    **dict.fromkeys(("long long", "long", "i64", "ptrdiff_t"), "int64"),
+    **dict.fromkeys(("unsigned long long", "u64", "size_t"), "uint64"),
+    **{"float": "float32", "double": "float64"},
+    **{"thrust::complex<float>": "complex64", "thrust::complex<double>": "complex128"},
 }
+ANY = "any"
+"""The dtype of what ``void*`` points at."""
+WORDS = ("gather_rows",)
+"""Kernels that move the memory of any dtype in words of theirs."""
+UNREAD = {"backward_factors<false": ("mean", "var", "g_mean", "g_var"), "fold_keys": ("data",)}
+"""Pointers that an instance does not read, or not of one number, so that any address may stand there."""
 
 
 class Misfit(TypeError):
@@ -31,11 +48,10 @@ class Misfit(TypeError):
 
 class Parameter(NamedTuple):
     """Of a kernel: "array" of CuPy's with its dimensions and whether its elements follow each other, "indexer" with its
-    dimensions, "value", or "pointer", to which words of several elements may be; and the bytes of an element, or of the
-    value."""
+    dimensions, "value", "pointer", or "unread" one; and the dtype of an element, or of the value."""
 
     kind: str
-    size: int = 0
+    dtype: str = ANY
     ndim: int = 0
     packed: bool = False
 
@@ -44,18 +60,36 @@ class Parameter(NamedTuple):
         if self.kind == "indexer":
             return type(a).__name__ == "Indexer" and a.ndim == self.ndim
         if self.kind == "array":
-            fits = array and (a.itemsize, a.ndim) == (self.size, self.ndim)
+            fits = array and (a.dtype.name, a.ndim) == (self.dtype, self.ndim)
             return fits and (a.flags.c_contiguous or not self.packed)
+        if self.kind == "unread":
+            return array or _dtype(a) == "uint64"
         if self.kind == "pointer":
-            return a is None or array or _bytes(a) == 8
+            fits = self.dtype in (ANY, a.dtype.name) if array else _dtype(a) == "uint64"
+            return fits and not _is_null(a)
         if type(a) is int:  # which CuPy passes as eight bytes, of which the first ones are the number
-            return self.size in (4, 8)
-        return not array and _bytes(a) == self.size
+            return self.dtype in ("int32", "int64", "uint32", "uint64")
+        return not array and _dtype(a) == self.dtype
 
 
-def _bytes(a: Any) -> int:
-    """Of a value that is not an array."""
-    return np.dtype(a.dtype).itemsize if hasattr(a, "dtype") else 1 if isinstance(a, bool) else 8
+def _dtype(a: Any) -> str:
+    """Of a value that is not an array; an address is a number, too."""
+    return "uint64" if isinstance(a, cupy.cuda.MemoryPointer) else np.dtype(getattr(a, "dtype", type(a))).name
+
+
+def _is_null(a: Any) -> bool:
+    """Whether it is an address of no memory, though elements should be there."""
+    if isinstance(a, cupy.ndarray):
+        return a.data.ptr == 0 and a.size > 0
+    address = a.ptr if isinstance(a, cupy.cuda.MemoryPointer) else a if type(a) is np.uint64 else 1
+    return address == 0 and a is not sys.modules["meshtape.arrays.kernels.launch"].NOTHING
+
+
+def _kind(a: Any) -> Any:
+    """All that decides whether a parameter takes it."""
+    if isinstance(a, cupy.ndarray):
+        return a.dtype, a.ndim, a.flags.c_contiguous, _is_null(a)
+    return type(a), getattr(a, "dtype", None), getattr(a, "ndim", 0), _is_null(a)
 
 
 def _split(text: str) -> list[str]:
@@ -80,6 +114,7 @@ def _within(text: str, start: int) -> str:
     raise Misfit("a source without an end")
 
 
+@functools.cache
 def signature(source: str, name: str) -> list[Parameter]:
     """The parameters of a kernel, or of an instance of a template."""
     kernel, _, arguments = name.removesuffix(">").partition("<")
@@ -94,27 +129,40 @@ def signature(source: str, name: str) -> list[Parameter]:
     for macro in re.findall(r"\b[A-Z]+_PARAMETERS\b", text):
         written = re.search(rf"#define {macro}((?:.*\\\n)*.*)", source)[1]
         text = text.replace(macro, written.replace("\\\n", " "))
-    return [_parameter(p, words) for p in _split(text)]
+    unread = next((of for instance, of in UNREAD.items() if name.startswith(instance)), ())
+    return [
+        Parameter("unread") if p.split()[-1] in unread else _parameter(p, words, source, kernel in WORDS)
+        for p in _split(text)
+    ]
 
 
-def _parameter(text: str, words: dict[str, str]) -> Parameter:
+def _parameter(text: str, words: dict[str, str], source: str, untyped: bool) -> Parameter:
     of = re.sub(r"\b(const|volatile|__restrict__|struct)\b|\w+\s*$", " ", text).strip()
     if m := re.fullmatch(r"CIndexer<(\d+)(?:, *\w+)?>", of):
-        return Parameter("indexer", 0, int(m[1]))
+        return Parameter("indexer", ndim=int(m[1]))
     if m := re.fullmatch(r"CArray<(.+?), *(\d+), *(\w+)(?:, *\w+)?>", of):
-        return Parameter("array", _size(m[1], words), int(m[2]), m[3] in ("1", "true"))
-    if of.endswith("*") or text.endswith("[]"):
-        return Parameter("pointer")
-    return Parameter("value", _size(of, words))
+        return Parameter("array", _of_type(m[1], words, source), int(m[2]), m[3] in ("1", "true"))
+    if text.endswith("[]"):  # of pointers
+        return Parameter("pointer", "uint64")
+    if m := re.match(r"(.+?)\s*\*", of):
+        untyped = untyped or m[1] in ("void", "uint4")  # which is a vector, to move memory by
+        return Parameter("pointer", ANY if untyped else _of_type(m[1], words, source))
+    return Parameter("value", _of_type(of, words, source))
 
 
-def _size(of: str, words: dict[str, str]) -> int:
+def _of_type(of: str, words: dict[str, str], source: str) -> str:
+    """The dtype of a type; of a struct that of its first member, as all of them are of one type."""
     of = words.get(of, of).strip()
     if m := re.fullmatch(r"Wide<(\w+)>", of):  # of short floats float
-        return max(4, _size(m[1], words))
-    if of not in SIZES:
+        dtype = _of_type(m[1], words, source)
+        return "float32" if dtype in ("float16", "bfloat16") else dtype
+    name, _, arguments = of.removesuffix(">").partition("<")
+    if of not in DTYPES and (m := re.search(rf"(?:template <([^<>]+)>\s*)?struct {name} {{\s*(\w+) ", source)):
+        names = [w.split()[-1] for w in _split(m[1] or "")]
+        return _of_type(dict(zip(names, _split(arguments), strict=False)).get(m[2], m[2]), words, source)
+    if of not in DTYPES:
         raise Misfit(f"a parameter of the type {of}")
-    return SIZES[of]
+    return DTYPES[of]
 
 
 class Function(function.Function):
@@ -125,12 +173,7 @@ class Function(function.Function):
     kinds: set[Any]
 
     def look(self, args: Any) -> None:
-        kind = tuple(
-            (a.dtype, a.ndim, a.flags.c_contiguous)
-            if isinstance(a, cupy.ndarray)
-            else (type(a), getattr(a, "dtype", None), getattr(a, "ndim", 0))
-            for a in args
-        )
+        kind = tuple(map(_kind, args))
         if kind in self.kinds:
             return
         wanted = signature(self.source, self.name)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,23 +31,21 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     fake_cuda = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake_cuda)
     if (why := fake_cuda.missing()) is not None:
+        if os.environ.keys() & {"CI", "MESHTAPE_DEMO"}:  # the second is set by .ci/run
+            pytest.fail(f"the contract cannot run: {why}")
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("cuda")
     fake_cuda.build(folder)
-    answers: dict[str, Any] = {}
+    answers: dict[tuple[str, str], Any] = {}
 
     def run(name: str, argument: str = "") -> Any:
-        key = f"{name} {argument}"
-        if key not in answers:
-            command = [sys.executable, str(HERE / "sweeps.py"), name, argument]
-            env = {k: v for k, v in os.environ.items() if k not in (fake_cuda.VALUES, "MESHTAPE_EMULATED_GPU")}
-            env |= {fake_cuda.BUILD: str(folder), "CUPY_CACHE_DIR": str(folder / "cupy")}
-            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
-            answers[key] = (
-                json.loads(done.stdout) if done.returncode == 0 else f"rc {done.returncode}: {done.stderr[-3000:]}"
-            )
-        if isinstance(answers[key], str):
-            pytest.fail(f"the sweep {name} did not end: {answers[key]}")
-        return answers[key]
+        if (name, argument) not in answers:
+            try:
+                answers[name, argument] = fake_cuda.answer(folder, name, argument)
+            except RuntimeError as e:
+                answers[name, argument] = e
+        if isinstance(found := answers[name, argument], RuntimeError):
+            pytest.fail(str(found))
+        return found
 
     return run

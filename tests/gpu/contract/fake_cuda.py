@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import platform
 import re
@@ -79,7 +80,6 @@ WRITES = {
     r"cublasLtMatmulAlgoGetHeuristic": "i9=1",
     r"cusolverGetProperty": "i1=12",
     r"cublasgetrsBatched": "i9=0",
-    r"cublasCreate_v2|cusolver\w+Create\w*|cusparseCreate": "u0=119",
     r"cufftCreate": "i0=5",
     r"cufftMakePlan1d": "u4=0",
     r"cufftMakePlanMany": "u11=0",
@@ -116,7 +116,7 @@ def missing() -> str | None:
         version = metadata.version("cupy-cuda13x")
     except metadata.PackageNotFoundError:
         return "cupy-cuda13x is not installed: the dependency group cuda-check has it"
-    return None if version.startswith("14.") else f"written for CuPy 14 for CUDA 13, here is {version}"
+    return None if version.startswith("14.2.") else f"written for CuPy 14.2 for CUDA 13, here is {version}"
 
 
 def site(path: str) -> str:
@@ -140,13 +140,17 @@ def _entry(name: str) -> str:
         return f"u {name}(void) {{ return 92801; }}"
     if name == "cudnnGetErrorString":
         return f'const char *{name}(int status) {{ return "an error of the fake cuDNN"; }}'
-    if name == "cudnnCreate":  # the handle points at its stream
+    if re.fullmatch(r"(cublas(?!Lt)|cudnn|curand|cusolver|cusparse)\w*Create(_v2|Generator|Params|\w+Info)?", name):
+        # A handle points at its stream.
         return f"int {name}(u *handle) {{ *handle = (u)calloc(1, 8); return 0; }}"
-    if name == "cudnnSetStream":
+    if name == "cufftSetStream":  # of plans, which are numbers
+        return f"int {name}(int plan, u stream) {{ of_plan = stream; return 0; }}"
+    if "SetStream" in name:
         return f"int {name}(u *handle, u stream) {{ *handle = stream; return 0; }}"
     plain = re.sub(r"^(cublas|cusolverDn)[SDCZ][SDCZHXYK]?(?=[a-z])", r"\1", name)
     words = ", ".join(f"a{i}" for i in range(24))
-    lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
+    stream = "of_plan" if name.startswith("cufft") else "*(u*)a0"
+    lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", {stream}, 0);']
     if name == "cublasLtMatmul":
         lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call("cublasLt", "", a15, (u[]){{{words}}});']
     if name.startswith(("cudnnConvolution", "cudnnBackend")):
@@ -191,12 +195,23 @@ def build(folder: Path) -> None:
         source = folder / f"{prefix}.c"
         head = (
             "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
-            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\n"
+            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\nstatic u of_plan;\n"
         )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"
         versions.write_text(f"{target} {{ global: *; }};\n")
         compiled(target, source, f"-Wl,--version-script={versions}")
+
+
+def answer(folder: Path, name: str, argument: str = "") -> Any:
+    """What a sweep answers, run in a process of its own over the fake that :func:`build` made in ``folder``."""
+    env = {k: v for k, v in os.environ.items() if k not in (VALUES, "MESHTAPE_EMULATED_GPU")}
+    env |= {BUILD: str(folder), "CUPY_CACHE_DIR": str(folder / "cupy")}
+    command = [sys.executable, str(HERE / "sweeps.py"), name, argument]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the sweep {name} did not end: rc {done.returncode}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout)
 
 
 # ----- the process that runs CuPy -------------------------------------------------------------------------------------
@@ -331,6 +346,17 @@ class FakeCuda:
                 out.append((c.what.decode(), c.stream, c.size))
 
     @contextmanager
+    def free_memory(self, size: int) -> Iterator[None]:
+        """So many bytes of the current device are free, beside those that are in use."""
+        limit = ctypes.c_uint64.in_dll(self._driver, "limit")
+        before, free = limit.value, self.cupy.cuda.runtime.memGetInfo()[0]
+        limit.value = before - free + size
+        try:
+            yield
+        finally:
+            limit.value = before
+
+    @contextmanager
     def memory_of(self, byte: int) -> Iterator[None]:
         """New memory is full of this byte, and so is each result of a kernel: with 1, every truth is true."""
         fill = ctypes.c_int.in_dll(self._driver, "fill")
@@ -342,6 +368,16 @@ class FakeCuda:
 
 
 def counts(calls: list[tuple[str, int, int]]) -> Counter[str]:
-    """How many of each kind: launches (those of libraries too), copies to the host and from it, waits."""
+    """How many of each kind: launches (those of libraries too), fills of memory, which are among these, copies to the
+    host and from it, waits."""
     plain = {"launch", "graph", "h2d", "d2h", "d2d", "wait", "malloc", "order", "record"}
-    return Counter(what if what in plain else "launch" for what, _, _ in calls)
+    found = Counter(what if what in plain else "launch" for what, _, _ in calls)
+    found["memset"] = sum(what == "memset" for what, _, _ in calls)
+    return found
+
+
+def cost(n: Counter[str]) -> str:
+    """What is counted, as the budgets write it: launches, and what is not zero of copies, fills and waits."""
+    others = {"up": "h2d", "down": "d2h", "copy": "d2d", "fill": "memset", "wait": "wait"}
+    launches = n["launch"] + n["graph"]
+    return " ".join([str(launches), *(f"{n[kind]}{word}" for word, kind in others.items() if n[kind])])

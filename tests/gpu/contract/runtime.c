@@ -10,13 +10,15 @@
 
 typedef uint64_t u;
 typedef struct { const char *what; u stream, size; } call;
-enum { DEVICES = 2, KEPT = 1 << 16, INVALID = 1, NO_MEMORY = 2, LAUNCH_FAILED = 719, UNSUPPORTED_IN_CAPTURE = 900 };
+enum { DEVICES = 2, KEPT = 1 << 16, INVALID = 1, NO_MEMORY = 2, LAUNCH_FAILED = 719 };
+enum { UNSUPPORTED_IN_CAPTURE = 900, INVALIDATED = 901, ACROSS_A_CAPTURE = 905, IMPLICIT_IN_CAPTURE = 906, CAPTURED_EVENT = 907 };
 
 call calls[KEPT];
 u called = 0;
 int fill = 0; /* the byte that new memory is full of */
 static __thread int device = 0;
-static u limit = 2ULL << 30;
+u limit = 2ULL << 30; /* bytes of a device */
+static u held[DEVICES];
 
 /* Answers a library's function, with the address of its arguments: its status, or -1 to do nothing. */
 int (*library)(const char *name, u *arguments) = 0;
@@ -50,12 +52,33 @@ static node *append(graph *g, u more) {
     return g->last = x;
 }
 
-/* ----- streams: 0, 1 and 2 are CUDA's own, the others point at what they are ----- */
-typedef struct { int capturing, broken; graph *made; } stream;
+/* ----- streams: 0, 1 and 2 are CUDA's own, the others point at what they are. While one is captured, CUDA refuses to wait for it, for its
+   device and for an event that is recorded in it, to have it wait for an event from outside, and, where it is a stream that waits for stream 0,
+   to use that one. What it refuses ends the capture: nothing more is taken, and there is no graph. ----- */
+typedef struct stream { int capturing, broken, device, non_blocking; u id; graph *made; struct stream *next; } stream;
+typedef struct { u capture; int recorded; } event;
+static stream *open_captures = 0;
+static u captures = 0;
+static pthread_mutex_t capturing = PTHREAD_MUTEX_INITIALIZER;
 
 int captured(u s) { return s > 2 && ((stream *)s)->capturing; }
+/* Ends the captures of this number, or, where it is 0, those on this device, or those of them that wait for stream 0: how many. */
+static int broken(u id, int blocking) {
+    int found = 0;
+    pthread_mutex_lock(&capturing);
+    for (stream *c = open_captures; c; c = c->next)
+        if (id ? c->id == id : c->device == device && !(blocking && c->non_blocking)) c->broken = 1, ++found;
+    pthread_mutex_unlock(&capturing);
+    return found;
+}
+static int refused(u s) {
+    if (captured(s)) return ((stream *)s)->broken ? INVALIDATED : 0;
+    return s < 2 && open_captures && broken(0, 1) ? IMPLICIT_IN_CAPTURE : 0;
+}
 static int wait(u s) {
     if (captured(s)) { ((stream *)s)->broken = 1; return UNSUPPORTED_IN_CAPTURE; }
+    int no = refused(s);
+    if (no) return no;
     note("wait", s, 0);
     return 0;
 }
@@ -70,25 +93,43 @@ int keep_call(const char *of, const char *function, u s, u *arguments) {
     }
     return failed;
 }
-static int new_stream(u *s) { *s = (u)calloc(1, sizeof(stream)); return 0; }
-
-int fake_cudaStreamCreate(u *s) { return new_stream(s); }
-int fake_cudaStreamCreateWithFlags(u *s) { return new_stream(s); }
-int fake_cudaStreamCreateWithPriority(u *s) { return new_stream(s); }
-int fake_cudaStreamSynchronize(u s) { return wait(s); }
-int fake_cudaStreamWaitEvent(u s, u event) { note("order", s, event); return 0; }
-int fake_cudaStreamGetPriority(u s, int *p) { *p = 0; return 0; }
-int fake_cudaStreamIsCapturing(u s, int *state) { *state = captured(s); return 0; }
-int fake_cudaStreamBeginCapture(u s) {
-    if (captured(s)) return INVALID;
-    *(stream *)s = (stream){1, 0, new_graph()};
+int fake_cudaStreamCreateWithFlags(u *s, unsigned flags) {
+    stream *made = calloc(1, sizeof(stream));
+    made->device = device, made->non_blocking = flags & 1;
+    *s = (u)made;
     return 0;
 }
-int fake_cudaStreamEndCapture(u s, u *graph) {
-    stream was = *(stream *)s;
-    *(stream *)s = (stream){0, 0, 0};
-    *graph = was.broken ? 0 : (u)was.made;
-    return was.broken ? 901 : 0;
+int fake_cudaStreamCreate(u *s) { return fake_cudaStreamCreateWithFlags(s, 0); }
+int fake_cudaStreamCreateWithPriority(u *s, unsigned flags) { return fake_cudaStreamCreateWithFlags(s, flags); }
+int fake_cudaStreamSynchronize(u s) { return wait(s); }
+int fake_cudaStreamQuery(u s) { return captured(s) ? wait(s) : 0; }
+int fake_cudaStreamWaitEvent(u s, event *e) {
+    if (captured(s) && e->recorded && e->capture != ((stream *)s)->id) {
+        ((stream *)s)->broken = 1;
+        return ACROSS_A_CAPTURE;
+    }
+    note("order", s, (u)e);
+    return 0;
+}
+int fake_cudaStreamGetPriority(u s, int *p) { *p = 0; return 0; }
+int fake_cudaStreamIsCapturing(u s, int *state) { *state = captured(s); return 0; }
+int fake_cudaStreamBeginCapture(stream *s) {
+    if ((u)s <= 2 || s->capturing) return INVALID;
+    pthread_mutex_lock(&capturing);
+    s->capturing = 1, s->broken = 0, s->id = ++captures, s->made = new_graph(), s->next = open_captures;
+    open_captures = s;
+    pthread_mutex_unlock(&capturing);
+    return 0;
+}
+int fake_cudaStreamEndCapture(stream *s, u *graph) {
+    pthread_mutex_lock(&capturing);
+    stream **at = &open_captures;
+    while (*at && *at != s) at = &(*at)->next;
+    if (*at) *at = s->next;
+    pthread_mutex_unlock(&capturing);
+    s->capturing = 0;
+    *graph = s->broken ? 0 : (u)s->made;
+    return s->broken ? INVALIDATED : 0;
 }
 int fake_cudaGraphInstantiate(u *exec, u graph) { *exec = graph; return 0; }
 static int run(const kernel *, void **, const unsigned *, const unsigned *, u);
@@ -104,11 +145,20 @@ int fake_cudaGraphLaunch(graph *g, u s) {
     }
     return 0;
 }
-int fake_cudaDeviceSynchronize(void) { return wait(0); }
-int fake_cudaEventCreate(u *e) { *e = (u)calloc(1, 8); return 0; }
-int fake_cudaEventCreateWithFlags(u *e) { *e = (u)calloc(1, 8); return 0; }
-int fake_cudaEventRecord(u e, u s) { note("record", s, e); return 0; }
-int fake_cudaEventSynchronize(u e) { note("wait", 0, e); return 0; }
+int fake_cudaDeviceSynchronize(void) { return broken(0, 0) ? UNSUPPORTED_IN_CAPTURE : wait(0); }
+int fake_cudaEventCreate(u *e) { *e = (u)calloc(1, sizeof(event)); return 0; }
+int fake_cudaEventCreateWithFlags(u *e) { return fake_cudaEventCreate(e); }
+int fake_cudaEventRecord(event *e, u s) {
+    *e = (event){captured(s) ? ((stream *)s)->id : 0, 1};
+    note("record", s, (u)e);
+    return 0;
+}
+int fake_cudaEventQuery(event *e) { return e->capture ? broken(e->capture, 0), CAPTURED_EVENT : 0; }
+int fake_cudaEventSynchronize(event *e) {
+    if (e->capture) return fake_cudaEventQuery(e);
+    note("wait", 0, (u)e);
+    return 0;
+}
 int fake_cudaEventElapsedTime(float *t) { *t = 1; return 0; }
 
 /* ----- devices ----- */
@@ -151,9 +201,13 @@ const char *fake_cudaGetErrorString(int e) { return e == NO_MEMORY ? "out of mem
 /* ----- memory ----- */
 int fake_cudaMalloc(void **p, u n) {
     *p = 0;
-    char *raw = n > limit ? 0 : calloc(n + 1024, 1), *aligned = (char *)(((u)raw + 1024) & ~511ULL);
-    if (!raw) return NO_MEMORY;
-    ((void **)aligned)[-1] = raw;
+    int fits = n <= limit && __atomic_add_fetch(&held[device], n, __ATOMIC_RELAXED) <= limit;
+    char *raw = fits ? calloc(n + 1024, 1) : 0, *aligned = (char *)(((u)raw + 1024) & ~511ULL);
+    if (!raw) {
+        if (n <= limit) __atomic_sub_fetch(&held[device], n, __ATOMIC_RELAXED);
+        return NO_MEMORY;
+    }
+    ((u *)aligned)[-1] = (u)raw, ((u *)aligned)[-2] = n, ((u *)aligned)[-3] = device;
     if (fill) memset(aligned, fill, n);
     *p = aligned;
     note("malloc", 0, n);
@@ -161,12 +215,17 @@ int fake_cudaMalloc(void **p, u n) {
 }
 int fake_cudaMallocAsync(void **p, u n, u s) { return fake_cudaMalloc(p, n); }
 int fake_cudaHostAlloc(void **p, u n) { return posix_memalign(p, 512, n ? n : 1) ? NO_MEMORY : 0; }
-int fake_cudaFree(void **p) { if (p) free(p[-1]); return 0; }
-int fake_cudaFreeAsync(void **p) { return fake_cudaFree(p); }
+int fake_cudaFree(u *p) {
+    if (p) __atomic_sub_fetch(&held[p[-3]], p[-2], __ATOMIC_RELAXED), free((void *)p[-1]);
+    return 0;
+}
+int fake_cudaFreeAsync(u *p) { return fake_cudaFree(p); }
 int fake_cudaFreeHost(void *p) { free(p); return 0; }
-int fake_cudaMemGetInfo(u *free, u *total) { *free = limit; *total = 80ULL << 30; return 0; }
+int fake_cudaMemGetInfo(u *free, u *total) { *free = limit - held[device]; *total = 80ULL << 30; return 0; }
 static const char *kinds[] = {"h2h", "h2d", "d2h", "d2d", "d2d"};
 int fake_cudaMemcpyAsync(void *to, const void *from, u n, int kind, u s) {
+    int no = refused(s);
+    if (no) return no;
     note(kinds[kind], s, n);
     if (captured(s)) {
         node *x = append(((stream *)s)->made, 0);
@@ -176,12 +235,16 @@ int fake_cudaMemcpyAsync(void *to, const void *from, u n, int kind, u s) {
     return 0;
 }
 int fake_cudaMemcpy(void *to, const void *from, u n, int kind) {
+    int no = refused(0);
+    if (no) return no;
     note("wait", 0, 0);
     return fake_cudaMemcpyAsync(to, from, n, kind, 0);
 }
 int fake_cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, u n, u s) { return fake_cudaMemcpyAsync(to, from, n, 3, s); }
-int fake_cudaMemset(void *p, int v, u n) { memset(p, v, n); return 0; }
 int fake_cudaMemsetAsync(void *p, int v, u n, u s) {
+    int no = refused(s);
+    if (no) return no;
+    note("memset", s, n);
     if (captured(s)) {
         node *x = append(((stream *)s)->made, 0);
         x->to = p, x->value = v, x->n = n;
@@ -189,6 +252,7 @@ int fake_cudaMemsetAsync(void *p, int v, u n, u s) {
         memset(p, v, n);
     return 0;
 }
+int fake_cudaMemset(void *p, int v, u n) { return fake_cudaMemsetAsync(p, v, n, 0); }
 struct attributes { int type, device; void *on_device, *on_host; };
 int fake_cudaPointerGetAttributes(struct attributes *a, void *p) {
     *a = (struct attributes){2, device, p, 0};
@@ -262,6 +326,8 @@ static int run(const kernel *f, void **arguments, const unsigned *grid, const un
     return failed ? LAUNCH_FAILED : 0;
 }
 int cuLaunchKernel(const kernel *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, u s, void **arguments) {
+    int no = refused(s);
+    if (no) return no;
     note("launch", s, gx * (u)bx);
     unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
     if (!f->start) return 0;

@@ -2,7 +2,7 @@
 kernels do nothing.
 
 So values do not exist, except those of our own kernels, which the emulator runs. Held are: no error that a CPU does not
-raise, shapes and dtypes as on a CPU, how many kernels are launched and how often something is uploaded or awaited
+raise, shapes and dtypes as on a CPU, how many kernels are launched and how often something is copied or awaited
 (``budget.py``), that ``mt.host_waits`` tells each wait, the streams of copies, the device of results, and what cannot
 be captured.
 """
@@ -54,6 +54,41 @@ EXCUSED = {
 }
 
 
+UNTOLD = {
+    # Ops whose calls, forward or back, wait as often as it says and tell less (or more), and why.
+    "2 waits, 1 told": "inv; qr; solve; adjugate; eig; slogdet",  # CuPy asks two functions of cuSOLVER for their status
+    "3 waits, 2 told": "eigvals",  # back, by the same
+    "4 waits, 2 told": "cholesky; solve",
+    # Of matrices without elements, for which CuPy asks nothing.
+    "0 waits, 1 told": "adjugate; cholesky; det; eig; eigh; eigvals; eigvalsh; inv; pinv; qr; slogdet; svd; svdvals",
+}
+BY_VALUE = {
+    # Tests of the GPU suite that fail where kernels do nothing.
+    "a result of CuPy's": """
+        test_another_stream_may_take_the_items; test_arrays_of_cupy_come_in;
+        test_cupy_reads_the_memory_itself_and_sees_no_later_write;
+        test_prefetched_batches_are_intact_while_slow_kernels_read_them[1024];
+        test_prefetched_batches_are_intact_while_slow_kernels_read_them[33554432]
+    """,
+    "a result of ours": """
+        test_a_step_waits_nowhere; test_tiles_of_short_floats_are_joined_in_float32[bfloat16];
+        test_tiles_of_short_floats_are_joined_in_float32[float16]; test_unchecked_indices_wrap_around;
+        test_values_do_not_alias
+    """,
+    "an error, for a number that is found on the device": """
+        test_errors_have_the_words_of_the_cpu; test_indices_among_the_arguments_are_checked;
+        test_indices_out_of_range_are_refused; test_labels_out_of_range_are_refused
+    """,
+    "a shape, by a mask": "test_masks; test_ops_agree_with_the_cpu[<lambda>15]",
+    "the sizes of CuPy's pool, which is not in use": "test_memory_that_is_used_up_is_an_error_with_the_sizes",
+}
+
+
+def named(table: dict[str, str]) -> list[tuple[str, str]]:
+    """The names of a table, each with what it stands at."""
+    return [(name, at) for at, names in table.items() for name in " ".join(names.split()).split("; ")]
+
+
 def test_every_runtime_in_cupy_is_redirected(sweep: Sweep) -> None:
     redirected = sweep("promises")["redirected"]
     assert set(redirected) == {
@@ -78,38 +113,40 @@ def test_results_are_those_of_the_cpu(kind: str, family: str, sweep: Sweep) -> N
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 
 
-def test_large_calls_take_operands_of_any_layout(sweep: Sweep, record_property: Callable[..., None]) -> None:
-    rows = sweep("large")
-    record_property("counted", f"large: {sum(row['calls'] for row in rows.values())} calls")
+def test_large_calls_take_operands_of_any_layout(sweep: Sweep) -> None:
     found = [
         f"{name}{d}"
-        for name, row in rows.items()
+        for name, row in sweep("large").items()
         for d in row["differences"]
         if not re.search(REFUSED.get(name.partition(", ")[2], "$^"), d)
     ]
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
 
 
-@pytest.mark.parametrize("kind", ["ops", "derivatives"])
-def test_waits_are_told(kind: str, sweep: Sweep) -> None:
-    found = [f"{name}({what})" for name, row in sweep(kind).items() for what in row["silent"]]
-    assert not found, "\n".join(found[:40])
-
-
-@pytest.mark.parametrize("kind", ["ops", "derivatives", "steps"])
-def test_each_call_costs_what_its_budget_says(kind: str, sweep: Sweep, record_property: Callable[..., None]) -> None:
-    """Not more, nor less: a budget above the count would hide the next launch too many."""
-    told, rows = budget.of(kind), sweep(kind)
-    counted = {name: tuple(row["cost"].values()) for name, row in rows.items()}
-    calls = sum(row.get("calls", 1) for row in rows.values())
-    named = ("launches", "uploads", "waits", "copies")
-    dearest = ", ".join(
-        f"{n} {what}" for n, what in zip(map(sum, zip(*counted.values(), strict=True)), named, strict=False)
-    )
-    record_property("counted", f"{kind}: {calls} calls of {len(rows)}, the dearest ones together {dearest}")
+def test_each_wait_is_told(sweep: Sweep) -> None:
+    """As often as a call waits, and no more often; but for those that are named."""
     found = [
-        f"{name}: {counted.get(name)}, the budget says {told.get(name)}"
-        for name in sorted({*told, *counted})
+        (name.rpartition(", ")[2] if kind == "large" else name, said)
+        for kind in budget.KINDS
+        for name, row in sweep(kind).items()
+        for said in row["untold"]
+    ]
+    known = named(UNTOLD)
+    assert [f"{name}{said}" for name, said in found if (name, said.rpartition(": ")[2]) not in known] == []
+    assert {*known} - {
+        (name, said.rpartition(": ")[2]) for name, said in found
+    } == set()  # an excuse that is not needed
+
+
+@pytest.mark.parametrize("kind", budget.KINDS)
+def test_each_call_costs_what_its_budget_says(kind: str, sweep: Sweep, record_property: Callable[..., None]) -> None:
+    """Not more, nor less: a budget above the count would hide the next launch too many. (``budget.py`` writes them.)"""
+    told, rows = budget.told(kind), sweep(kind)
+    counted = budget.counted(rows)
+    record_property("counted", f"{kind}: {sum(row.get('calls', 1) for row in rows.values())} calls of {len(rows)}")
+    found = [
+        f"{name}: {counted.get(name)}\n    the budget says {told.get(name)}"
+        for name in dict.fromkeys([*told, *counted])
         if counted.get(name) != told.get(name)
     ]
     assert not found, "\n".join(found)
@@ -121,7 +158,6 @@ def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     graphs = [steps[n] for n in ("layers, graphs", "decoder, graph", "layers, donated", "decoder, donated")]
     assert [row["graphs"] for row in graphs] == [1] * 4  # the kernels of the budget copy
     assert [name for name, row in steps.items() if row["traces"] > 1] == []  # of three calls
-    assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
 
 def test_examples_raise_nothing_else(sweep: Sweep, record_property: Callable[..., None]) -> None:
@@ -137,14 +173,14 @@ def test_examples_raise_nothing_else(sweep: Sweep, record_property: Callable[...
 
 
 def test_the_gpu_suite_runs(sweep: Sweep, record_property: Callable[..., None]) -> None:
-    """All of it but for its values: no test ends in another way than by an assertion."""
+    """All of it but for its values: other tests than the named ones end well."""
     answer = sweep("suite")
     record_property("counted", f"{answer['run']} tests of the GPU suite")
-    shapes_of_masks = ("test_ops_agree_with_the_cpu[<lambda>15]", "test_masks")  # known by value
-    found = [r for r in answer["raised"] if not r.startswith((*shapes_of_masks, "test_memory_that_is_used_up"))]
-    assert answer["run"] > 150
-    assert not found, "\n".join(found)
-    assert len(answer["values"]) < 15, "\n".join(answer["values"])
+    assert answer["run"] > 320
+    failed = {said.partition(": ")[0]: said for said in (*answer["values"], *answer["raised"])}
+    known = dict(named(BY_VALUE))
+    assert [said for name, said in failed.items() if name not in known] == []
+    assert known.keys() - failed.keys() == set()  # an excuse that is not needed
 
 
 def test_our_kernels_compute_what_the_cpu_does(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -442,6 +478,14 @@ def test_blocks_of_workers_keep_their_values_until_they_are_spilled(donated: dic
     assert donated["the block"]
 
 
+def test_blocks_of_a_mesh_leave_a_device_that_is_full(donated: dict[str, Any]) -> None:
+    """For the host, with memory for six tenths of a state: the step has the same bits."""
+    found = donated["short memory"]
+    assert found["alike"]
+    assert [copies > 50 for copies in found["copies"][1]] == [True, True]
+    assert [copies < 20 for copies in found["copies"][0]] == [True, True]
+
+
 def test_what_a_graph_was_given_is_gone(donated: dict[str, Any]) -> None:
     assert len(donated["gone"]) == 8
     told = r"DonatedArrayError: .*float32\[16,8\].* was given up to _momentum"
@@ -508,8 +552,9 @@ def test_arguments_that_do_not_fit_their_kernel_are_errors(sweep: Sweep) -> None
     """So the launches of all sweeps have those of their kernels."""
     assert sweep("promises")["kinds of arguments"] > 300
     found = sweep("promises")["arguments"]
-    assert [found.pop(name) for name in ("right", "right, of CuPy")] == ["a result"] * 2
-    assert len(found) == 9
+    assert {said for name, said in found.items() if name.startswith("right")} == {"a result"}
+    found = {name: said for name, said in found.items() if not name.startswith("right")}
+    assert len(found) == 16
     assert {name: said for name, said in found.items() if not re.match(r"Misfit: \S+( \d+>)? takes ", said)} == {}
 
 
@@ -556,7 +601,12 @@ def test_each_wait_is_told_once(sweep: Sweep) -> None:
 
 
 def test_a_step_stays_on_the_stream_of_its_caller(sweep: Sweep) -> None:
-    assert sweep("promises")["streams"] == {"plain": [True, True], "compiled": [True, True]}
+    """Kernels, copies, fills and waits, also those of libraries: plain, compiled and as a CUDA graph."""
+    found = sweep("promises")["streams"]
+    assert found["off"] == {}
+    libraries = {"cublasLtMatmul", "cublasGemmEx", "cudnnConvolutionForward", "cudnnConvolutionBackwardFilter"}
+    libraries |= {"cufftExecZ2Z", "cusolverDnDgetrs", "cusolverDnDgesvd", "cusolverDnXsyevd", "built-in"}  # cub's
+    assert libraries - {*found["launched"]} == set()
 
 
 def test_the_extras_bring_the_libraries() -> None:
@@ -573,6 +623,13 @@ def test_what_cannot_be_captured_is_refused(sweep: Sweep) -> None:
         "a product of CuPy's": "refused",
         "a value": "refused",
         "a solution": "refused",
+        "a wait for the device": "refused",
+        "a wait for an event of its own": "refused",
+        "a question to an event of its own": "refused",
+        "a wait for an event of before": "captured",
+        "work behind an event of before": "refused",
+        "work behind an event of its own": "captured",
+        "what is left of a refusal that is not told": "refused",
         "a sum of two, again": "captured",
         "its own stream": True,
         "its own pool": True,
@@ -590,7 +647,7 @@ def test_calls_that_cupy_takes_in_another_way(sweep: Sweep) -> None:
 def test_what_takes_real_numbers_alone_says_so(sweep: Sweep) -> None:
     """In the words of the CPU."""
     found = sweep("promises")["complex"]
-    assert len(found) == 11
+    assert len(found) == 14
     assert {n: said for n, said in found.items() if said[0] != said[1] or not said[0].startswith("DTypeError: [")} == {}
 
 
@@ -604,8 +661,8 @@ def test_a_bias_is_added_in_the_launch_of_its_product(sweep: Sweep) -> None:
 
 
 def test_the_loss_of_a_vocabulary_is_two_launches_a_tile(sweep: Sweep) -> None:
-    """Forward, and four backward; float16 looks for the power of its slopes, too."""
-    assert sweep("promises")["the_loss_of_a_vocabulary"] == {"bfloat16": [33, 73], "float16": [33, 94]}
+    """Forward, and four backward, and a fill of memory; float16 looks for the power of its slopes, too."""
+    assert sweep("promises")["the_loss_of_a_vocabulary"] == {"bfloat16": [33, 74], "float16": [33, 95]}
 
 
 def test_long_attention_holds_no_square(sweep: Sweep) -> None:
@@ -615,9 +672,9 @@ def test_long_attention_holds_no_square(sweep: Sweep) -> None:
     assert all(row["shapes"] for row in found.values())
     assert {name: row["launches"] for name, row in found.items()} == {
         "bfloat16": [1, 2],
-        "bfloat16, causal": [2, 3],
-        "float32": [768, 1534],
-        "float32, causal": [1532, 4076],
+        "bfloat16, causal": [3, 4],  # a launch and a fill look for what is not finite
+        "float32": [768, 1535],
+        "float32, causal": [1532, 4077],
     }
     operand, tile = 2 * 64 << 16, 4 << 25
     in_use, held = ({name: row["bytes"][i] for name, row in found.items()} for i in (0, 1))
