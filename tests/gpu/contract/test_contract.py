@@ -54,14 +54,6 @@ EXCUSED = {
 }
 
 
-UNTOLD = {
-    # Ops whose calls, forward or back, wait as often as it says and tell less (or more), and why.
-    "2 waits, 1 told": "inv; qr; solve; adjugate; eig; slogdet",  # CuPy asks two functions of cuSOLVER for their status
-    "3 waits, 2 told": "eigvals",  # back, by the same
-    "4 waits, 2 told": "cholesky; solve",
-    # Of matrices without elements, for which CuPy asks nothing.
-    "0 waits, 1 told": "adjugate; cholesky; det; eig; eigh; eigvals; eigvalsh; inv; pinv; qr; slogdet; svd; svdvals",
-}
 BY_VALUE = {
     # Tests of the GPU suite that fail where kernels do nothing.
     "a result of CuPy's": """
@@ -124,18 +116,11 @@ def test_large_calls_take_operands_of_any_layout(sweep: Sweep) -> None:
 
 
 def test_each_wait_is_told(sweep: Sweep) -> None:
-    """As often as a call waits, and no more often; but for those that are named."""
+    """As often as a call waits, and no more often."""
     found = [
-        (name.rpartition(", ")[2] if kind == "large" else name, said)
-        for kind in budget.KINDS
-        for name, row in sweep(kind).items()
-        for said in row["untold"]
+        f"{kind}, {name}{said}" for kind in budget.KINDS for name, row in sweep(kind).items() for said in row["untold"]
     ]
-    known = named(UNTOLD)
-    assert [f"{name}{said}" for name, said in found if (name, said.rpartition(": ")[2]) not in known] == []
-    assert {*known} - {
-        (name, said.rpartition(": ")[2]) for name, said in found
-    } == set()  # an excuse that is not needed
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", budget.KINDS)
