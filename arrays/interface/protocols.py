@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,11 @@ _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
 _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "extension", "length_of_indexer": "index"}
 """The value of ``Array._typ`` for functions of ``pandas.core``, by their names."""
+
+
+_lent: dict[int, list[Any]] = {}
+"""By the identity of an Array, the buffers that consumers of its ``__cuda_array_interface__`` read. They hold the Array
+alone."""
 
 
 def _namespace(*, api_version: str | None = None) -> Any:
@@ -133,8 +139,13 @@ class Protocols:
         if buf.dtype.num >= FIRST_USER_DTYPE:  # CuPy would take its elements for some of no bytes
             raise AttributeError(f"__cuda_array_interface__: it has no name for {buf.dtype}; use from_dlpack")
         refuse_watched("__cuda_array_interface__", self)
-        # The consumer holds this Array, not the buffer: a later write must not take the buffer for its own.
+        # The consumer holds this Array, not the buffer: a later write must neither take the buffer nor free it.
         self._buf = buf.view()
+        if (held := _lent.get(id(self))) is None:
+            held = _lent[id(self)] = []
+            weakref.finalize(self, _lent.pop, id(self), None)
+        if not any(b.data.ptr == buf.data.ptr for b in held):
+            held.append(buf)
         host_sync.forget_range(buf)
         interface = dict(self._buf.__cuda_array_interface__)
         interface["data"] = (interface["data"][0], True)

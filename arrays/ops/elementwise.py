@@ -342,6 +342,8 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     ):  # numbers of a compiled call: beside integers, those of this call
         x1, x2 = (number(v) if getattr(w, "dtype", BOOLS).kind in "iu" else v for v, w in ((x1, x2), (x2, x1)))
         _check_branches(x1, x2)
+    if type(condition) in (bool, int, float):  # which CuPy does not take
+        condition = np.asarray(condition)
     return apply(WHERE, (condition, x1, x2))
 
 

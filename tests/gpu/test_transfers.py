@@ -68,8 +68,10 @@ def test_cupy_reads_the_memory_itself_and_sees_no_later_write() -> None:
         taken = take(x)
         assert taken.data.ptr == x._buf.data.ptr
         x[0] = 9.0
+        others = [cp.full(4, 99.0) for _ in range(3)]  # which would take memory that was given back
         assert taken.get().tolist() == [0, 1, 2, 3]
         x[0] = 0.0
+        del others
     assert x.__cuda_array_interface__["data"][1]  # read-only
 
 
