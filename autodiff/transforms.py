@@ -6,6 +6,7 @@ All of them nest to any order and take trees of arrays wherever they take an arr
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from ..arrays.core import tree as trees
 from ..arrays.core.array import Array, next_id
 from ..arrays.core.dispatch import apply, number, wrap
 from ..arrays.core.errors import DTypeError, GradientError, check_function
-from ..arrays.core.op import state
+from ..arrays.core.op import call_beside, state
 from ..arrays.interface.writing import settled
 from ..arrays.ops.creation import asarray, zeros_like
 from ..arrays.ops.elementwise import ALIAS
 from .tape.backward import same_value
 from .tape.hidden import foreign_text, hides_arrays, is_foreign, refuse_hidden
+from .tape.seeds import beside_value
 from .tape.tape import Tape, is_differentiable, noted
 
 
@@ -44,6 +46,13 @@ def own(x: Any) -> Any:
         return wrap(buf if type(buf) is np.ndarray else settled(x))
     x = number(x)
     return apply(ALIAS, (asarray(x),)) if isinstance(x, Array | float | complex | np.ndarray | np.generic) else x
+
+
+def owned(leaves: Sequence[Any], around: Any) -> list[Any]:
+    """:func:`own` of each; numbers, and arrays of NumPy, beside the first Array of the tree ``around``."""
+    if "cupy" not in sys.modules:
+        return list(map(own, leaves))
+    return call_beside(lambda *_: list(map(own, leaves)), tuple(trees.flatten(around)[0]), {})
 
 
 def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
@@ -129,7 +138,7 @@ def value_and_gradients(
     for i in chosen:
         if i not in places:
             given, treedef = trees.flatten(real(args[i]))
-            mine = list(map(own, given))
+            mine = owned(given, (args, kwargs))
             if any(map(without_derivatives, mine)):
                 refuse_underivable("grad", args, [i])
             full[i] = trees.unflatten(treedef, mine)
@@ -183,7 +192,7 @@ def _vjp(who: str, fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool
     """:func:`vjp` of any primals."""
     refuse_underivable(who, primals, range(len(primals)), integers=False)
     inputs, in_def = trees.flatten(tuple(map(real, primals)))
-    inputs = [own(x) for x in inputs]
+    inputs = owned(inputs, inputs)
     tape = Tape(persistent=True)
     with tape:
         sources = watched(tape, inputs)
@@ -321,7 +330,9 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
 
 def _tangent(like: Array | None, t: Any) -> Array | None:
     """A tangent with the dtype of its primal; integers have none."""
-    return None if like is None else zeros_like(like) if t is None else asarray(t, dtype=like.dtype)
+    if like is None or t is None:
+        return None if like is None else zeros_like(like)
+    return asarray(beside_value("jvp", t, like), dtype=like.dtype)
 
 
 def _is_none(x: Any) -> bool:
@@ -346,7 +357,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
 
     refuse_underivable("hvp", [x], [0])
     # The Hessian is symmetric: what the gradient's own derivative pulls back is what it pushes forward.
-    leaves = [own(leaf) for leaf in xs]
+    leaves = owned(xs, xs)
     tape = Tape()
     with tape:
         sources = watched(tape, leaves)

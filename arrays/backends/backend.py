@@ -146,6 +146,8 @@ class CuPyBackend:
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""
         self.check(where)
+        if np.ndim(value):
+            return self.from_host(np.full(shape, value, dtype), where)
         fill, value = dtype, as_floats(value) if dtype.kind not in "biu" else value
         if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register, but their bits
             value, fill = np.asarray(value, dtype), np.dtype(np.uint16)

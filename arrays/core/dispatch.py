@@ -139,8 +139,7 @@ _gpu_array: Any = None
 def register_gpu(backend: Any, array: type) -> None:
     """Called when the first GPU is used, with the backend of all of them and the type of its buffers."""
     global _gpu, _gpu_array
-    _gpu, _gpu_array = backend, array
-    device_of_buffer[array] = backend.device_of
+    _gpu, _gpu_array, device_of_buffer[array] = backend, array, backend.device_of
 
 
 def register_backends(fn: Callable[[Any], Any]) -> None:
@@ -241,6 +240,8 @@ def _on_one_gpu(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[Any], 
                 return None
             bufs.append(buf)
         elif type(a) in SCALARS:
+            if type(a) is int and not -(2**63) <= a < 2**64:  # CuPy takes none
+                return None
             bufs.append(a)
             scalars = True
         else:
@@ -390,6 +391,8 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if where is None:
         return tuple(coerce(op, a) for a in args)
     device = _backend_of(where).device_of(where)
+    if type(where) is not ndarray and any(type(a) is Array and a._buf.dtype.kind not in "biu" for a in args):
+        args = tuple(map(as_floats, args))
     return tuple(coerce(op, a, device) for a in args)
 
 
@@ -399,10 +402,8 @@ def coerce(op: Op, a: Any, device: Any = None) -> Any:
     t = type(a)
     if t is Array or t in SCALARS:
         return a
-    if isinstance(a, np.ndarray | np.generic | list | tuple):
-        return _asarray(a, device=device)
-    if hasattr(t, "__cuda_array_interface__"):
-        return _asarray(a)
+    if isinstance(a, np.ndarray | np.generic | list | tuple) or hasattr(t, "__cuda_array_interface__"):
+        return _asarray(a) if t in device_of_buffer else _asarray(a, device=device)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)

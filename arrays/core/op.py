@@ -321,6 +321,8 @@ def device_beside(args: Sequence[Any], default: Any) -> Any:
                 return known(buf)
             if getattr(found := a.device, "kind", None) == "cuda":
                 return found
+        elif (known := device_of_buffer.get(kind)) is not None:  # CuPy's own
+            return known(a)
     return default
 
 

@@ -23,7 +23,7 @@ from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, has_history, refuse_history, wrap
 from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
-from ..core.op import OPS, beside_arguments
+from ..core.op import OPS, beside_arguments, device_of_buffer
 from ..indexing.indexing import is_view
 from ..ops.creation import asarray
 from ..ops.manipulation import astype, reshape
@@ -213,7 +213,7 @@ _METHODS = {
 @beside_arguments
 def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """``__array_function__`` of ``Array``: a public function of NumPy was called with an Array in its arguments."""
-    if not all(t is Array or t in _NUMPYS for t in types):
+    if not all(t is Array or t in _NUMPYS or t in device_of_buffer for t in types):
         return NotImplemented
     name = _name(func)
     if func.__name__ in _WRITERS and func.__module__ == "numpy" and args and isinstance(args[0], Array):
@@ -389,7 +389,7 @@ def _windows(x: Any, window_shape: Any, axis: Any = None, *, subok: bool = False
 
 def _is_ours(x: Any) -> bool:
     """Whether an operand does not belong to another library with a protocol of its own."""
-    if type(x) is Array or type(x) in _NUMPYS:
+    if type(x) is Array or type(x) in _NUMPYS or type(x) in device_of_buffer:  # CuPy's become Arrays
         return True
     return getattr(type(x), "__array_ufunc__", None) is None and not isinstance(x, np.ndarray)
 

@@ -354,7 +354,7 @@ class Values:
                     mine[place] = source
                     self._id = 0
                     return
-                except (IndexError, TypeError, ValueError):
+                except (IndexError, TypeError, ValueError, OverflowError):
                     pass  # said again below, in our words
                 finally:
                     self._buf = mine

@@ -128,6 +128,7 @@ def choice(
 
 def _elements(name: str, x: Any, axis: int) -> tuple[Array | None, int, int]:
     """The array whose slices along the axis are meant (None for a number of elements), the axis, and their number."""
+    x = asarray(x) if hasattr(type(x), "__cuda_array_interface__") and not isinstance(x, Array) else x
     if not isinstance(x, Array | np.ndarray) or not x.ndim:
         return None, axis, whole(name, "takes a number of elements or an array", x)
     if not -x.ndim <= axis < x.ndim:

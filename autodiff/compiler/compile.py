@@ -8,14 +8,12 @@ once. Its writes are another matter (:mod:`.lost_writes`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +21,6 @@ import numpy as np
 from ...arrays.backends.backend import backend_for, backend_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.devices import use_device
 from ...arrays.core.dispatch import Deferred, apply, wrap
 from ...arrays.core.errors import TracedValueError, check_function
 from ...arrays.core.op import not_recording, recording, state
@@ -48,6 +45,7 @@ from .determinism import ImpurityCheck, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .lookups import check, lookups
+from .places import device_of_arguments, refuse_several
 from .signature import as_inputs, is_traced, leaf_keys, read_too
 
 
@@ -252,7 +250,8 @@ def compile(
     DonatedArrayError
         When an array that was given up is used again.
     DeviceError
-        With ``cuda_graph``, for arrays that are not on one CUDA device.
+        For arrays of several devices that the function reads, though none of them meet; with ``cuda_graph``, for
+        arguments that are not on one CUDA device. (Random keys follow the other arguments to their GPU.)
     TracedValueError
         When the function needs a value (``if x > 0``, ``float(x)``) or a shape that depends on values; when it writes
         in place to an argument that is not given up, or keeps a traced array; and when it captures a value that could
@@ -432,14 +431,6 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 register_tracer(_traced)
 
 
-def _beside(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Where what a program makes goes: to its arguments, if all of these are on one GPU."""
-    held = [a for a in arrays if isinstance(a, Array) and not isinstance(a._buf, Deferred)]
-    found = {a.device for a in held if not isinstance(a._buf, np.ndarray)}
-    one = len(found) == 1 and not any(isinstance(a._buf, np.ndarray) for a in held)
-    return use_device(found.pop()) if one else contextlib.nullcontext()
-
-
 def _recorded(
     fn: Callable[..., Any],
     reads: Captures,
@@ -463,7 +454,7 @@ def _recorded(
     given = Arguments(name, stand_ins, treedef, donated)
     try:
         try:
-            with not_recording(), recording(trace), noting_logs(trace), _beside(arrays):
+            with not_recording(), recording(trace), noting_logs(trace), device_of_arguments(arrays):
                 result = fn(*given.args, **given.kwargs)
             trace.check_refusals()
         except Exception as e:
@@ -524,6 +515,9 @@ def _trace(
     given = [k for k, i in enumerate(leaves) if i in donated]
     buffers = [a._buf for a in inputs] + list(program.constants.values())
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
+    if host is None:
+        captured = [wrap(c.buf) for c in trace.lifted.values() if c.var in program.constants]
+        refuse_several(title, program, inputs, captured, cuda_graph)
     if cuda_graph:
         where = inputs[0].device if inputs else "no device"
         run = graphed(program, where if host is None else host, [program.inputs[k] for k in given])

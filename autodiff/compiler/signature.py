@@ -37,7 +37,15 @@ def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
     if "cupy" in sys.modules:
         where = device_beside(leaves, state.device) or CPU
     given = [x if type(x) is Array else as_array(x, where) for x in leaves]
+    if where is not None and where is not CPU:
+        given = [x.to_device(where) if _is_key(x) else x for x in given]
     return given, [x for x in given if issubclass(type(x), Array)]
+
+
+def _is_key(x: Any) -> bool:
+    """Whether it is a random key, or several, in host memory: they follow the other arguments to their GPU."""
+    buf = x._buf if type(x) is Array else None
+    return type(buf) is np.ndarray and buf.dtype == np.uint64 and buf.shape[-1:] == (2,)
 
 
 def is_traced(inputs: Sequence[Array]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import DTypeError
-from ...arrays.ops.creation import asarray
+from ...arrays.ops.creation import as_arrays, asarray
 from ...arrays.ops.elementwise import abs, add, clip, minimum, sqrt, square
 from ...arrays.ops.manipulation import stack
 from ...arrays.reductions.reductions import sum
@@ -30,9 +30,8 @@ def global_norm(grads: Any) -> Array:
 def _global_norm(grads: Any) -> Array:
     # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers
     # it loses digits.)
-    sums = [
-        sum(square(abs(g) if g.dtype.kind == "c" else g)) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
-    ]
+    leaves = map(wide, as_arrays(*trees.flatten(grads)[0]))
+    sums = [sum(square(abs(g) if g.dtype.kind == "c" else g)) for g in leaves]
     if not sums:
         return asarray(0.0)
     if all(s.sharding is None and s.device.kind == "cuda" for s in sums):

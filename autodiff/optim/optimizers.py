@@ -37,7 +37,7 @@ from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import ArgumentError, DTypeError, TreeError
 from ...arrays.indexing.lazy_adam import LAZY_ADAM, adam_step
 from ...arrays.ops import elementwise
-from ...arrays.ops.creation import asarray, zeros_like
+from ...arrays.ops.creation import as_arrays, asarray, zeros_like
 from ...arrays.ops.elementwise import sqrt
 from .averages import Average, ema
 from .clipping import clip_by_global_norm, clip_by_value, global_norm
@@ -116,7 +116,7 @@ def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callabl
             if g is None or not trains(p):
                 rows.append((p, *held, masters[i]))
                 continue
-            p, full, g = asarray(p), asarray(full), asarray(g)
+            p, full, g = as_arrays(p, full, g)
             for what, x in zip(("grads", *slots, "master"), (g, *held, full), strict=True):
                 check_shape(name, what, x, p)
             full, *held = rule(full, g.astype(full.dtype, copy=False), *held)

@@ -22,11 +22,11 @@ from ...arrays.core.dispatch import apply, call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Site
-from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value
 from .hidden import refuse_hidden
 from .record import Recorded, VJPPlan
+from .seeds import beside_value
 
 
 class DifferentiableCall(Protocol):
@@ -303,7 +303,7 @@ def run_hook(fn: Callable[[Array], Any], g: Array) -> Array:
     found = fn(same_value(g))  # to which it may write
     if found is None:
         return g
-    found = same_value(asarray(found))
+    found = same_value(beside_value("gradient_hook", found, g))
     if found.shape != g.shape:
         raise GradientError(f"[gradient_hook] the hook made {found.shape} of a cotangent of shape {g.shape}")
     return found

@@ -15,12 +15,12 @@ from ...arrays.core.dispatch import call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, NonDifferentiableError, check_function
 from ...arrays.core.op import Op
 from ...arrays.core.program import site_text
-from ...arrays.ops.creation import asarray
 from .backward import named, same_value
 from .custom_calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
 from .function_wrapper import Wrapper
 from .hidden import refuse_hidden
 from .record import Recorded
+from .seeds import beside_value
 
 
 class _Guard(Around):
@@ -87,10 +87,11 @@ class _Custom:
         # All that the function gets is its own: it may write to it, and be called again.
         kept = iter([same_value(b) if isinstance(b, Array) else wrap(b) for b in r.kept])
         residuals = trees.unflatten(residual_def, [next(kept) if x is _ARRAY else _own(x) for x in residual_leaves])
-        cots = iter([same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
+        given = [same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g]
+        cots = iter(given)
         seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
         found = self.owner._backward(residuals, seed)  # type: ignore[misc]
-        return _as_cotangents(self, found, r, wrapped)
+        return _as_cotangents(self, found, r, wrapped, given[0])
 
 
 class _Left:
@@ -119,7 +120,7 @@ def _own(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> list[Any]:
+def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool, like: Array) -> list[Any]:
     wanted = r.plan.wanted
     children = call.args_def.children
     if not isinstance(found, tuple) or len(found) != len(children):
@@ -138,7 +139,7 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
             )
         leaves += given
     arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
-    out = [None if arrays[p] is None else same_value(asarray(arrays[p])) for p in wanted]
+    out = [None if arrays[p] is None else same_value(beside_value("custom_vjp", arrays[p], like)) for p in wanted]
     results = {a.shape for a in r.out_avals or ()}
     for g, p, (shape, dtype) in zip(out, wanted, r.plan.avals, strict=True):
         if g is None:

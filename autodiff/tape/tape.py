@@ -29,12 +29,13 @@ from ...arrays.core.program import Entry, Site
 from ...arrays.indexing.sparse_cotangent import SparseCotangent, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
-from ...arrays.ops.creation import asarray, ones, zeros_like
+from ...arrays.ops.creation import ones, zeros_like
 from ..rules.registry import same
 from .anomaly import is_checker
 from .backward import Hook, cast, give, is_kept_short, same_value, walk
 from .custom_calls import CallPlan, run_hook
 from .record import Recorded, Recording, VJPPlan, const, is_differentiable
+from .seeds import beside_value
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
@@ -296,7 +297,7 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             seed = buf.host.replicate(seed)
         return target, seed
     densify((seed,))  # of the target nobody reads the values
-    seed = asarray(seed)
+    seed = beside_value("gradient", seed, target)
     if seed.shape != target.shape:
         raise GradientError(f"[gradient] the seed has shape {seed.shape}, the target {target.shape}")
     if seed.dtype != target.dtype:

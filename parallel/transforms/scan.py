@@ -20,7 +20,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError, check_function
-from ...arrays.core.op import ShapeDtype
+from ...arrays.core.op import ShapeDtype, call_beside
 from ...arrays.core.op import state as thread_state
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import concat, stack
@@ -98,8 +98,8 @@ def scan(
     Array(1.75, dtype=float64)
     """
     check_function("scan", step)
-    data = _turns(each, length)
-    state = trees.tree_map(lambda x: x if isinstance(x, Array) else asarray(x), init)
+    around = trees.flatten((init, each if isinstance(each, _TREES) else None))[0]
+    data, state = call_beside(lambda *_: _given(each, length, init), tuple(around), {})
     turn = _turn_of(step)
     seen: list[Any] = []
     mesh: Mesh | None = None
@@ -121,6 +121,10 @@ def scan(
     if not seen:
         raise ShapeError("[scan] has no turn: what would it give?")
     return state, _joined(seen)
+
+
+def _given(each: Any, length: int | None, init: Any) -> tuple[Iterator[Any], Any]:
+    return _turns(each, length), trees.tree_map(lambda x: x if isinstance(x, Array) else asarray(x), init)
 
 
 def _turns(each: Any, length: int | None) -> Iterator[Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.backends.backend import cupy_backend
 from meshtape.autodiff.tape import backward
 
 RNG = np.random.default_rng(1)
@@ -256,3 +257,60 @@ def test_constants_of_a_program_go_to_its_arguments(graph: bool) -> None:
             want = mt.compile(fn)(mt.asarray(host))
             assert (name, str(got.device), str(want.device)) == (name, "cuda:0", "cpu")
             np.testing.assert_allclose(got.numpy(), want.numpy(), 1e-6)
+
+
+# ----- where things are -----------------------------------------------------------------------------------------------
+
+
+def test_cotangents_lie_where_their_values_do() -> None:
+    """Of NumPy, as numbers, from hooks and from users' derivatives, beside whatever default there is."""
+    host, hook = np.ones(3), mt.gradient_hook
+    own = mt.custom_vjp(mt.sin)
+    own.defvjp(lambda v: (mt.sin(v), None), lambda r, g: (2 * host,))
+    for where, default in (("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:0")):
+        x = mt.asarray([1.0, 2.0, 3.0], device=where)
+        with mt.use_device(default):
+            found = [
+                mt.vjp(mt.sum, x)[1](2.0)[0],
+                mt.vjp(lambda v: v[::-1], x)[1](2 * host)[0],
+                mt.jvp(lambda v: 2 * v, (x,), (host,))[1],
+                mt.hvp(lambda v: mt.sum(v * v), x, host),
+                mt.grad(lambda v: mt.sum(hook(v, lambda g: 2 * host)))(x),
+                mt.grad(lambda v: mt.sum(own(v)))(x),
+                mt.grad(lambda a, b: mt.sum(a * b), argnums=1)(2 * x / x, host),
+                mt.scan(lambda s, e: (s + e, None), x - x, np.ones((2, 3)))[0],
+            ]
+            states = [mt.optim.sgd(0.5).update(x, host, mt.optim.sgd(0.5).init(x))[0]]
+        assert {str(a.device) for a in (*found, *states)} == {where}
+        for a in found:
+            np.testing.assert_array_equal(a.numpy(), [2.0, 2.0, 2.0])
+        other = mt.ones(3, device="cpu" if where == "cuda:0" else "cuda:0")
+        with pytest.raises(mt.errors.DeviceError, match="its value on"):
+            mt.vjp(mt.sin, x)[1](other)
+        with pytest.raises(mt.errors.DeviceError, match="its value on"):
+            mt.grad(lambda v, c=other: mt.sum(hook(v, lambda g: c)))(x)
+
+
+def test_a_compiled_function_is_of_one_device_and_keys_follow() -> None:
+    x, key = mt.asarray([1.0, 2.0, 3.0]), mt.random.key(3, device="cpu")
+    for graph in (False, True):
+        step = mt.compile(lambda v, k: mt.nn.dropout(v, 0.5, key=k), cuda_graph=graph)
+        np.testing.assert_array_equal(step(x, key).numpy(), mt.nn.dropout(x, 0.5, key=key).numpy())
+        with pytest.raises(mt.errors.DeviceError, match=r"cpu and cuda:0, and a program runs on one device"):
+            mt.compile(lambda a, b: (a + 1, b * 2), cuda_graph=graph)(x, mt.ones(3, device="cpu"))
+    held = mt.ones(3, device="cpu")
+    with pytest.raises(mt.errors.DeviceError, match="one device"):
+        mt.compile(lambda a: (a + 1, held * 2))(x)
+    # Of arrays on a CPU what is made inside is there, too.
+    made = mt.compile(lambda a: mt.concat([a + np.ones(3), mt.zeros(2)]) * [1.0, 2.0, 3.0, 4.0, 5.0])(held)
+    assert str(made.device) == "cpu"
+
+
+def test_functions_of_numpy_take_arrays_of_cupy() -> None:
+    x, theirs = mt.asarray([1.0, 2.0, 3.0]), cupy_backend().xp.asarray([3.0, 2.0, 1.0])
+    found = [np.add(x, theirs), np.concatenate([x, theirs])[3:] + x, np.where(theirs > 9, 0.0, x + theirs)]
+    for y in found:
+        assert isinstance(y, mt.arrays.Array)
+        np.testing.assert_array_equal(y.numpy(), [4.0, 4.0, 4.0])
+    assert str(mt.full((2,), theirs[0]).device) == "cuda:0"
+    np.testing.assert_array_equal(mt.full((2, 3), x).numpy(), [[1.0, 2.0, 3.0]] * 2)
