@@ -105,9 +105,9 @@ class CuPyBackend:
             whole = all(b.dtype.kind in "biu" for b in bufs if isinstance(b, array))
             floats = [as_floats(b) for b in bufs]
             far = [i for i, (f, b) in enumerate(zip(floats, bufs, strict=True)) if f is not b]
-            if not far or (whole and op.name not in _COMPARISONS):
+            if not far or (whole and op.name not in (*_COMPARISONS, "divide")):
                 raise
-            for i in far if whole else ():  # all integers of arrays are less, or greater
+            for i in far if whole and op.name in _COMPARISONS else ():  # all integers of arrays are less, or greater
                 floats[i] *= np.inf
             return self.run(op, floats, params)
         if op.nout == 1:

@@ -324,6 +324,8 @@ def _plan(
     device: int, dtypes: Dtypes, x: Memory, y: Memory, alignment: tuple[int, int, int], sums: bool, modes: Modes
 ) -> tuple[Plan | bool, tuple[int, ...]]:
     """The plan and the shape of the result; in its place, whether a plan is to be had of copies."""
+    if not x[0] or not y[0] or x[0][-1] != y[0][-2:][0]:  # (of a vector, its only length)
+        raise ValueError(f"matrices of shapes {x[0]} and {y[0]} have no product")
     ends = (*x[0][-2:-1], *(y[0][-1:] if len(y[0]) > 1 else ()))
     left = ((1, *x[0]), (0, *x[1])) if len(x[0]) == 1 else x
     right = ((*y[0], 1), (*y[1], 0)) if len(y[0]) == 1 else y

@@ -386,7 +386,7 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(a, Symbol):
             args = tuple(a.operand(op, args) if isinstance(a, Symbol) else a for a in args)
             break
-    where = next((a._buf for a in args if type(a) is Array), None)
+    where = next((getattr(a, "_buf", a) for a in args if type(a) is Array or type(a) in device_of_buffer), None)
     where = where.memory if isinstance(where, Deferred) else where
     if where is None:
         return tuple(coerce(op, a) for a in args)

@@ -22,10 +22,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, has_history, refuse_history, wrap
 from ..core.dtypes import FIRST_USER_DTYPE
-from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
+from ..core.errors import DeviceError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import OPS, beside_arguments, device_of_buffer
 from ..indexing.indexing import is_view
-from ..ops.creation import asarray
+from ..ops.creation import asarray, beside
 from ..ops.manipulation import astype, reshape
 from .protocols import _namespace
 from .values import _replace
@@ -418,6 +418,8 @@ def _into(name: str, result: Any, out: Any, mask: Any) -> Any:
     if isinstance(out, Array):
         _refuse_part(name, out)
         result = as_array(result)
+        if (to := beside(out)) != (at := beside(result)) and None not in (to, at):
+            raise DeviceError(f"[{name}] out= is on {to}, the result on {at}: move one with x.to_device(...)")
         if not np.can_cast(result.dtype, out.dtype, "same_kind"):
             raise DTypeError(
                 f"[{name}] out= is of {out.dtype.name}, the result of {result.dtype.name}: cast it with astype"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,13 @@ class Protocols:
             weakref.finalize(self, _lent.pop, id(self), None)
         if not any(b.data.ptr == buf.data.ptr for b in held):
             held.append(buf)
+            if len(held) in (16, 256, 4096):
+                warnings.warn(
+                    f"[__cuda_array_interface__] the memory of {len(held)} values of one array is kept, as consumers "
+                    "of this protocol do not say when they let go: take them by DLPack, cupy.from_dlpack(x)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         host_sync.forget_range(buf)
         interface = dict(self._buf.__cuda_array_interface__)
         interface["data"] = (interface["data"][0], True)

@@ -359,7 +359,8 @@ def scaled_dot_product_attention(
         may look nowhere gets zeros. A key that is hidden from a query has no part in its weights, whatever its numbers;
         a value that is hidden counts as zero times it, as in JAX: one that is NaN or infinite makes all queries NaN.
         So it is with gradients: a hidden key that is NaN or infinite makes the gradient of the queries NaN, its own is
-        zero, and the others' stay. Zero such keys and values (``mt.where(keep, value, 0)``).
+        zero, and the others' stay. Zero such keys and values (``mt.where(keep, value, 0)``). Of a query that is not
+        finite, gradients of keys and values that it does not see may be NaN, too.
     is_causal
         Query ``i`` looks at keys ``0 … i`` only.
     scale

@@ -75,6 +75,18 @@ def test_cupy_reads_the_memory_itself_and_sees_no_later_write() -> None:
     assert x.__cuda_array_interface__["data"][1]  # read-only
 
 
+def test_who_takes_many_values_of_an_array_is_told_what_that_keeps() -> None:
+    """Consumers of the older protocol do not say when they let go; DLPack's do."""
+    x = mt.asarray(np.arange(4.0))
+    for _ in range(20):
+        cp.from_dlpack(x)
+        x[0] = 9.0
+    with pytest.warns(RuntimeWarning, match="16 values of one array is kept.*from_dlpack"):
+        for _ in range(20):
+            cp.asarray(x)
+            x[0] = 9.0
+
+
 def test_arrays_of_cupy_come_in() -> None:
     theirs = cp.arange(4.0)
     copied, shared = mt.asarray(theirs), mt.from_dlpack(theirs, copy=False)
