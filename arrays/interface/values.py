@@ -227,7 +227,8 @@ class Values:
             return self
         if isinstance(self._buf, Deferred):
             return wrap(np.array(self._concrete())).to_device(target)
-        return wrap(backend_for(target).from_host(self._concrete(), target))
+        held = settled(self)  # of host memory no device is waited for
+        return wrap(backend_for(target).from_host(held if type(held) is np.ndarray else self._concrete(), target))
 
     # ----- copies -----------------------------------------------------------------------------------------------------
 

@@ -33,12 +33,13 @@ def as_array(x: Any, device: Any = None) -> Any:
 
 def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
     """The leaves, those that are arrays of any kind as Arrays; and these alone."""
-    where = None
+    where = found = None
     if "cupy" in sys.modules:
-        where = device_beside(leaves, state.device) or CPU
+        found = device_beside([x for x in leaves if not _is_key(x)], state)
+        where = (state.device if found is state else found) or CPU
     given = [x if type(x) is Array else as_array(x, where) for x in leaves]
-    if where is not None and where is not CPU:
-        given = [x.to_device(where) if _is_key(x) else x for x in given]
+    if found is not None and found is not state:
+        given = [x.to_device(found) if _is_key(x) else x for x in given]
     return given, [x for x in given if issubclass(type(x), Array)]
 
 

@@ -296,6 +296,8 @@ def test_a_compiled_function_is_of_one_device_and_keys_follow() -> None:
     for graph in (False, True):
         step = mt.compile(lambda v, k: mt.nn.dropout(v, 0.5, key=k), cuda_graph=graph)
         np.testing.assert_array_equal(step(x, key).numpy(), mt.nn.dropout(x, 0.5, key=key).numpy())
+        first = mt.compile(lambda k, v: mt.nn.dropout(v, 0.5, key=k), cuda_graph=graph)(key, x)
+        np.testing.assert_array_equal(first.numpy(), mt.nn.dropout(x, 0.5, key=key).numpy())
         with pytest.raises(mt.errors.DeviceError, match=r"cpu and cuda:0, and a program runs on one device"):
             mt.compile(lambda a, b: (a + 1, b * 2), cuda_graph=graph)(x, mt.ones(3, device="cpu"))
     held = mt.ones(3, device="cpu")
