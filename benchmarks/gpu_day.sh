@@ -10,7 +10,7 @@
 # GPU_DAY_SECONDS bounds the whole run: parts that no time is left for are named. GPU_DAY_PYTHON is the interpreter.
 set -euo pipefail
 
-PARTS=(config arrays kernels programs transfers meshes nccl training spilling small_calls headers calls derivatives layouts benchmark memcheck racecheck initcheck synccheck)
+PARTS=(config arrays kernels programs transfers meshes nccl training spilling small_calls refusals headers calls derivatives layouts benchmark memcheck racecheck initcheck synccheck)
 LIMIT=540 # seconds of one part
 MOST=$((64 << 20))
 # Of test_kernels.py, what ends under the sanitizer: our own kernels, of two dtypes, and no test of 10^6 elements and more (test_small_calls.py has small ones).
@@ -54,7 +54,7 @@ part() {
     local pytest=("$python" -m pytest -q -p no:cacheprovider --timeout 300 --junitxml "$xml")
     case $name in
     config) command=("$python" benchmarks/gpu_day_report.py config) ;;
-    arrays | kernels | programs | transfers | meshes | nccl | training | spilling | small_calls) tests=("tests/gpu/test_$name.py") ;;
+    arrays | kernels | programs | transfers | meshes | nccl | training | spilling | small_calls | refusals) tests=("tests/gpu/test_$name.py") ;;
     # Our numbers of the libraries beside those of NVIDIA's wheels, which PyTorch brings with it.
     headers) tests=(tests/gpu/contract/test_contract.py tests/gpu/contract/test_attention_by_cudnn.py -m "slow or not slow" -k "numbers_are_those or plans") ;;
     calls | derivatives | layouts) tests=(tests/gpu/test_every_op.py -k "test_$name") ;;

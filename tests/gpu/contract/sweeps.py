@@ -307,7 +307,7 @@ def suite(_: str = "") -> dict[str, Any]:
                 out[kind].append(f"{item.name}: {_said(call.excinfo.value)}")
             return report
 
-    names = ("arrays", "transfers", "programs", "meshes", "kernels")
+    names = ("arrays", "transfers", "programs", "meshes", "kernels", "refusals")
     files = [str(HERE.parent / f"test_{n}.py") for n in names]
     # Workers are processes of their own, without the fake; and three tests need what is not there: memory, other
     # kernels' values.
