@@ -107,6 +107,7 @@ REST = (
     "training",
     "spilling",
     "small_calls",
+    "refusals",
     "headers",
     "calls",
     "derivatives",
