@@ -181,7 +181,7 @@ def test_each_part_has_a_verdict_and_one_report_gathers_them(folder: Path) -> No
         **dict.fromkeys(("racecheck", "initcheck", "synccheck"), not_asked),
     }
     text = (out / "report.md").read_text()
-    assert text.startswith("# A day with a GPU: 2 of 19 parts passed\n\nCommit 0123abc.\n")
+    assert text.startswith("# A day with a GPU: 2 of 20 parts passed\n\nCommit 0123abc.\n")
     for line in (
         "| kernels | failed (status 1) | 1, 1, 0 | ",
         "* c::n1: `it is wrong`\n",
