@@ -1,8 +1,8 @@
 """The budgets of the contract: launches, copies, fills and waits of every call of an op, of derivatives each way, by
 dtype, and of steps. They lie in ``budgets``, which ``python tests/gpu/contract/budget.py`` writes anew.
 
-A line is of an op (and a direction): of these dtypes so many calls, and behind the x the launches of each, with what is not
-zero of copies up to the device, down from it and on it, of fills of memory, which are among the launches, and of
+A line is of an op (and a direction): of these dtypes so many calls, and behind the x the launches of each, with what is
+not zero of copies up to the device, down from it and on it, of fills of memory, which are among the launches, and of
 waits. Calls that cost more than four different things have one sum. Tests fail above these counts and below them: a
 change that needs less writes them anew, one that needs more has a reason.
 """

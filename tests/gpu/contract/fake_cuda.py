@@ -195,7 +195,8 @@ def build(folder: Path) -> None:
         source = folder / f"{prefix}.c"
         head = (
             "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
-            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\nstatic u of_plan;\n"
+            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\n"
+            "static u of_plan;\n"
         )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"

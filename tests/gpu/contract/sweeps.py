@@ -88,8 +88,8 @@ def placed(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 class Row:
-    """Of one op: how many calls were compared, where they differ from the CPU's, how many cost what, and those that wait
-    more or less often than they tell."""
+    """Of one op: how many calls were compared, where they differ from the CPU's, how many cost what, and those that
+    wait more or less often than they tell."""
 
     def __init__(self) -> None:
         self.calls = 0
