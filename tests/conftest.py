@@ -48,7 +48,7 @@ class _Shared:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        if name in ("op_samples", "random_programs", "forked"):
+        if name in ("op_samples", "random_programs", "forked", "layers_on_a_mesh"):
             return importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         return None
 

@@ -27,7 +27,7 @@ from .errors import (
     TracedValueError,
     type_of_ours,
 )
-from .op import NO_PARAMS, OPS, Op, ShapeDtype, device_of_buffer, not_recording, state
+from .op import NO_PARAMS, OPS, Op, ShapeDtype, device_of_buffer, is_cuda_elsewhere, not_recording, state
 from .program import Const, ProgramHost, Site
 
 compiled: Any
@@ -402,7 +402,7 @@ def coerce(op: Op, a: Any, device: Any = None) -> Any:
     t = type(a)
     if t is Array or t in SCALARS:
         return a
-    if isinstance(a, np.ndarray | np.generic | list | tuple) or hasattr(t, "__cuda_array_interface__"):
+    if isinstance(a, np.ndarray | np.generic | list | tuple) or is_cuda_elsewhere(a):
         return _asarray(a) if t in device_of_buffer else _asarray(a, device=device)
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):

@@ -305,6 +305,12 @@ device_of_buffer: dict[type, Callable[[Any], Any]] = {}
 """By the type of a GPU's buffers, once one is used, the function that gives their device."""
 
 
+def is_cuda_elsewhere(x: Any) -> bool:
+    """Whether it is an array of another library on a GPU. Its type says so: code of the object itself may raise."""
+    kind = type(x)
+    return not hasattr(kind, "_buf") and hasattr(kind, "__cuda_array_interface__")
+
+
 def device_beside(args: Sequence[Any], default: Any) -> Any:
     """The device of the first array among arguments, or among the first elements of their lists; None for the CPU."""
     for a in args:

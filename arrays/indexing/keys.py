@@ -18,6 +18,7 @@ from ..core.devices import Device, default_device
 from ..core.dispatch import Deferred, wrap
 from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
+from ..core.op import is_cuda_elsewhere
 from ..kernels import scans
 from ..ops.creation import asarray, beside, placed
 
@@ -39,8 +40,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             items.append(item)
             continue
         if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
-            of_cupy = not isinstance(item, Array) and hasattr(type(item), "__cuda_array_interface__")
-            given = asarray(item) if of_cupy else item
+            given = asarray(item) if is_cuda_elsewhere(item) else item
             item = _index_array(given, used)
             if item is not given:
                 ours.append(item)

@@ -108,7 +108,7 @@ class AtIndex:
         target = result_shape(template, self._x.shape, [a.shape for a in arrays])
         if isinstance(v, int | float | complex):  # in the dtype that it has beside ``x``
             v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
-        _, value = as_arrays(self._x, v)
+        value = self._value(v)
         check_value_shape("index_multiply", value.shape, target)
         check_value_dtype("index_multiply", value, self._x.dtype)
         if is_basic(template):

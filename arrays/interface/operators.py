@@ -13,7 +13,7 @@ from numpy import ndarray
 from ..core.array import Array
 from ..core.dispatch import apply, apply_general, invoke
 from ..core.dtypes import FIRST_USER_DTYPE
-from ..core.op import Op
+from ..core.op import Op, is_cuda_elsewhere
 
 _OPERANDS = (np.ndarray, np.generic, list, tuple, Number)
 """(`apply` refuses a fraction or a decimal, and `==` of one is not False.)"""
@@ -34,7 +34,7 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
         if type(other) is float or type(other) is int:
             if type(x) is ndarray and x.dtype.num < FIRST_USER_DTYPE:
                 return invoke(op, args, (other, x) if reflected else (x, other))
-        elif not isinstance(other, _OPERANDS) and not hasattr(type(other), "__cuda_array_interface__"):
+        elif not isinstance(other, _OPERANDS) and not is_cuda_elsewhere(other):
             return NotImplemented
         return apply(op, args)
 

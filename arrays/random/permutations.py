@@ -11,7 +11,7 @@ import numpy as np
 from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.errors import ArgumentError, ShapeError
-from ..core.op import Op, composite
+from ..core.op import Op, composite, is_cuda_elsewhere
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.param_kinds import DRAW, FLAG
@@ -128,7 +128,7 @@ def choice(
 
 def _elements(name: str, x: Any, axis: int) -> tuple[Array | None, int, int]:
     """The array whose slices along the axis are meant (None for a number of elements), the axis, and their number."""
-    x = asarray(x) if hasattr(type(x), "__cuda_array_interface__") and not isinstance(x, Array) else x
+    x = asarray(x) if is_cuda_elsewhere(x) else x
     if not isinstance(x, Array | np.ndarray) or not x.ndim:
         return None, axis, whole(name, "takes a number of elements or an array", x)
     if not -x.ndim <= axis < x.ndim:

@@ -11,7 +11,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import Deferred
-from ...arrays.core.op import device_beside, state
+from ...arrays.core.op import device_beside, is_cuda_elsewhere, state
 from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
@@ -26,16 +26,16 @@ def as_array(x: Any, device: Any = None) -> Any:
     """A NumPy array as an Array on this device, one of CuPy as an Array where it is; all else as it is."""
     if issubclass(type(x), np.ndarray) and x.dtype != object:
         return asarray(x, device=device)
-    if device is not None and not issubclass(type(x), Array) and hasattr(type(x), "__cuda_array_interface__"):
-        return asarray(x)
-    return x
+    return asarray(x) if device is not None and is_cuda_elsewhere(x) else x
 
 
 def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
     """The leaves, those that are arrays of any kind as Arrays; and these alone."""
     where = found = None
     if "cupy" in sys.modules:
-        found = device_beside([x for x in leaves if not _is_key(x)], state)
+        found = device_beside(leaves, state)
+        if found is None:  # the first array is in host memory: is it a key?
+            found = device_beside([x for x in leaves if not _is_key(x)], state)
         where = (state.device if found is state else found) or CPU
     given = [x if type(x) is Array else as_array(x, where) for x in leaves]
     if found is not None and found is not state:

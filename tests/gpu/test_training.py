@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layers_on_a_mesh import trained as trained_on
 
 import meshtape as mt
 from meshtape.arrays.backends.backend import cupy_backend
@@ -66,28 +67,11 @@ def test_a_decoder_trains_as_on_the_cpu(dtype: str, rtol: float, apart: float, w
 # ----- more than fits -------------------------------------------------------------------------------------------------
 
 
-def layers_trained(mesh: mt.Mesh, compiled: bool, layers: int, width: int, turns: int = 3) -> list[np.ndarray]:
-    """Losses and weights of some steps on a mesh."""
-    rng = np.random.default_rng(0)
-
-    def loss(weights: Any, x: Any, y: Any) -> Any:
-        for w in weights:
-            x = mt.tanh(x @ w)
-        return mt.mean((x - y) ** 2)
-
-    def step(weights: Any, slots: Any, x: Any, y: Any) -> Any:
-        value, gradients = mt.value_and_grad(loss)(weights, x, y)
-        return value, *OPTIMIZER.update(weights, gradients, slots)
-
-    run = mt.compile(step) if compiled else step
-    scale = np.float32(1 / np.sqrt(width))
-    weights = [mt.distribute(rng.standard_normal((width, width), np.float32) * scale, mesh) for _ in range(layers)]
-    x, y = (mt.distribute(rng.standard_normal((8, width), np.float32), mesh) for _ in range(2))
-    slots, losses = OPTIMIZER.init(weights), []
-    for _ in range(turns):
-        value, weights, slots = run(weights, slots, x, y)
-        losses.append(np.asarray(value))
-    return [*losses, *map(np.asarray, weights)]
+def layers_trained(mesh: mt.Mesh, compiled: bool, layers: int, width: int) -> list[np.ndarray]:
+    rng, scale = np.random.default_rng(0), np.float32(1 / np.sqrt(width))
+    weights = [rng.standard_normal((width, width), np.float32) * scale for _ in range(layers)]
+    x, y = (rng.standard_normal((8, width), np.float32) for _ in range(2))
+    return trained_on(mesh, OPTIMIZER, weights, x, y, compiled, 3)
 
 
 @pytest.fixture

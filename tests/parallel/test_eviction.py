@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layers_on_a_mesh import trained as trained_on
 
 import meshtape as mt
 from meshtape import errors
@@ -18,26 +19,10 @@ STATE = 3 * LAYERS * WIDTH * WIDTH * 8
 
 
 def trained(mesh: mt.Mesh, compiled: bool = True, turns: int = 3) -> list[np.ndarray]:
-    """Losses and weights of some steps."""
-    rng, update = np.random.default_rng(0), mt.optim.adamw(1e-2)
-
-    def loss(weights: Any, x: Any, y: Any) -> Any:
-        for w in weights:
-            x = mt.tanh(x @ w)
-        return mt.mean((x - y) ** 2)
-
-    def step(weights: Any, slots: Any, x: Any, y: Any) -> Any:
-        value, gradients = mt.value_and_grad(loss)(weights, x, y)
-        return value, *update.update(weights, gradients, slots)
-
-    run = mt.compile(step) if compiled else step
-    weights = [mt.distribute(rng.normal(size=(WIDTH, WIDTH)) / 6, mesh) for _ in range(LAYERS)]
-    x, y = (mt.distribute(rng.normal(size=(4, WIDTH)), mesh) for _ in range(2))
-    slots, losses = update.init(weights), []
-    for _ in range(turns):
-        value, weights, slots = run(weights, slots, x, y)
-        losses.append(np.asarray(value))
-    return [*losses, *map(np.asarray, weights)]
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(WIDTH, WIDTH)) / 6 for _ in range(LAYERS)]
+    x, y = (rng.normal(size=(4, WIDTH)) for _ in range(2))
+    return trained_on(mesh, mt.optim.adamw(1e-2), weights, x, y, compiled, turns)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
