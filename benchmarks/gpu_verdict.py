@@ -17,7 +17,7 @@ def of_targets(targets: Mapping[str, bool | None], reason: str = "it has no targ
 
 
 def judge(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What failed, which targets were missed, what was dropped, what could not be compared; and the status: 1 where
+    """Failures, targets that were missed, what was dropped, what could not be compared; and the status: 1 where
     something failed, else 2 where a target was missed or dropped, else 0."""
     results = [*found["rows"], *found["host"]]
     peers = [(f"{r['name']}, {name}", p) for r in results for name, p in r.get("peers", {}).items()]
@@ -41,7 +41,7 @@ def goals(result: Mapping[str, Any]) -> str:
 
 
 def line_of_host(h: Mapping[str, Any]) -> str:
-    """What a line of the host found."""
+    """The findings of a line of the host."""
     if "error" in h:
         return f"{h['name']}: failed ✗: {h['error']}"
     found = [f"{name} {n:.1f} {unit}" for unit in ("us", "MB") for name, n in h.get(unit, {}).items()]

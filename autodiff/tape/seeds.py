@@ -1,4 +1,4 @@
-"""What callers, hooks and users' derivatives give as cotangents and tangents, where the values of these are."""
+"""Cotangents and tangents that callers, hooks and users' derivatives give, where their values are."""
 
 from __future__ import annotations
 
